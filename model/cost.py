@@ -1,0 +1,79 @@
+"""What a completion costs with the cache and without, in closed form; see `GPTConfig` for one row.
+
+A completion is a prompt of P tokens, computed in one step, and N new ones. The last token that is
+drawn is not computed: nobody asks what comes after it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from model.config import GPTConfig
+
+
+class Work(NamedTuple):
+    """What is computed: rows, pairs of a query and a key, and rows that need logits."""
+
+    rows: int
+    pairs: int
+    logits: int
+
+    def flops(self, config: GPTConfig) -> int:
+        """Floating-point operations, 2 per multiply-add."""
+        row, logits = config.flops(0, rows=1, logits=0), config.flops(0, rows=0, logits=1)
+        pair = config.flops(1, rows=1, logits=0) - row
+        return self.rows * row + self.pairs * pair + self.logits * logits
+
+
+def cached(prompt: int, new: int) -> Work:
+    """P^2 pairs for the prompt, then one row a token: its context is P + 1, P + 2, ... rows."""
+    return Work(
+        rows=prompt + new - 1,
+        pairs=prompt**2 + (new - 1) * (2 * prompt + new) // 2,
+        logits=new,
+    )
+
+
+def uncached(prompt: int, new: int) -> Work:
+    """All rows for every token: the sums of t and of t^2 over the contexts P, ..., P + N - 1."""
+    last = prompt + new - 1
+    return Work(
+        rows=new * (prompt + last) // 2,
+        pairs=_sum_of_squares(last) - _sum_of_squares(prompt - 1),
+        logits=new,
+    )
+
+
+def _sum_of_squares(n: int) -> int:
+    return n * (n + 1) * (2 * n + 1) // 6
+
+
+def attention_weights(config: GPTConfig, batch: int, length: int) -> int:
+    """Numbers in the weights of one layer if they are kept, as training by hand does: B H T T."""
+    return batch * config.n_head * length * length
+
+
+def bytes_read(config: GPTConfig, context: int, itemsize: int) -> int:
+    """The least that one token of one cached sequence reads: the weights and all its rows.
+
+    Of a table that is only looked up, one row is read; a tied embedding is the head as well.
+    """
+    tables = config.n_ctx if config.tied_head else config.n_ctx + config.n_vocab_padded
+    looked_up = 1 if config.tied_head else 2
+    weights = config.parameters - (tables - looked_up) * config.d_model
+    return weights * itemsize + context * config.row_bytes(itemsize)
+
+
+def pays_from(config: GPTConfig, itemsize: int, balance: float) -> int | None:
+    """The shortest context in which one cached token is faster; None if no context is that long.
+
+    `balance` is what the machine can compute while it reads a byte, in FLOP. A cached token mostly
+    waits for the weights; as long as all rows can be computed in that time, the cache saves work
+    but no time.
+    """
+    for context in range(1, config.n_ctx + 1):
+        kept = max(bytes_read(config, context, itemsize) * balance, config.flops(context))
+        afresh = max(bytes_read(config, 0, itemsize) * balance, config.flops(context, rows=context))
+        if afresh > kept:
+            return context
+    return None

@@ -1,0 +1,87 @@
+"""One step of the model: what the engine asks for and what it gets back. Plain data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request chooses its tokens. The neutral value of each field changes nothing."""
+
+    temperature: float = 1.0  # 0 is greedy; the lowest id wins a tie
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    copy: int = 0  # which of the n copies of its prompt this is; enters the noise beside the seed
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None  # alternatives wanted beside the chosen token; None: no numbers
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's share of a step: compute the rows of tokens[start:end].
+
+    `tokens` (end,) are all tokens of the sequence up to `end`; `rows` (end,) their row numbers in
+    the pool, of which those before `start` are computed already. With `sampling`, the token after
+    the last row is drawn; `n_prompt` says where the generated part of `tokens` begins. With
+    `score`, the raw log-probabilities of `targets`, the known tokens at start + 1 and on, are
+    wanted with that many alternatives each.
+    """
+
+    tokens: Ids
+    start: int
+    rows: Ids
+    n_prompt: int
+    sampling: Sampling | None = None
+    banned: tuple[int, ...] = ()  # ids that may not be drawn in this step (min_tokens)
+    score: int | None = None
+    targets: Ids | None = None
+
+    @property
+    def end(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Where the drawn token will stand."""
+        return len(self.tokens)
+
+
+class TokenScore(NamedTuple):
+    """A token, its raw log-probability, and the best alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Draw:
+    """What a step made of one Work. `failed` says that its numbers were not finite."""
+
+    token: int | None = None
+    score: TokenScore | None = None
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    failed: bool = False
+
+
+class Model(Protocol):
+    """What the engine needs of a model: the runner, or a fake with chosen answers in tests."""
+
+    n_ctx: int
+    n_vocab: int
+
+    def run(self, work: list[Work]) -> list[Draw]:
+        """Compute every Work; one Draw each, in order. May raise: the whole step is then lost."""
+        ...
