@@ -1,0 +1,46 @@
+"""The engine's totals as they stood after a step: frozen, so that any thread may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One named session. Its bytes count shared rows in full; times are Unix seconds."""
+
+    name: str
+    tokens: int
+    rows: int
+    bytes: int
+    turns: int
+    created: float
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Gauges are as of the step; everything named `*_total` has counted since the start."""
+
+    # rows: total = free + running + idle; shared (held by two sequences or more) is an overlay
+    rows: int = 0
+    rows_free: int = 0
+    rows_running: int = 0
+    rows_idle: int = 0
+    rows_shared: int = 0
+    row_bytes: int = 0
+
+    running: int = 0  # requests that hold rows or compute in this step
+    waiting: int = 0  # requests that have not begun, or were preempted
+
+    steps_total: int = 0
+    rows_computed_total: int = 0  # tokens that went through the network
+    rows_recomputed_total: int = 0  # of those, the ones whose row was lost to preemption or no cache
+    rows_reused_total: int = 0  # prompt tokens that were not computed (hits)
+    rows_evicted_total: int = 0  # rows of idle sequences that were really freed
+    preemptions_total: int = 0
+    prompt_tokens_total: int = 0  # of requests that began, hits among them
+    generated_tokens_total: int = 0
+
+    sessions: Mapping[tuple[str, str], SessionRecord] = field(default_factory=dict)  # (tenant, name)

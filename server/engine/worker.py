@@ -1,0 +1,344 @@
+"""Runs the engine in a thread of its own; the only file that knows how.
+
+The event loop puts messages into an inbox. The thread reads them before each step and sends back
+all events of a step with one wake-up. Public methods of Worker belong to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import chain
+from typing import Protocol
+
+from model.step import Model, Sampling
+from model.tokenizer import Tokenizer
+from server.engine.sequence import Delta, Event, Failure, Request
+from server.engine.snapshot import Snapshot
+
+log = logging.getLogger("onerow")
+
+SLOW = 16  # deltas per choice that may wait for their reader before they are joined
+TOTALS = [field.name for field in fields(Snapshot) if field.name.endswith("_total")]
+
+
+class Engine(Protocol):
+    """What the worker needs of an engine. Synchronous, and used by the worker's thread alone."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def root(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def abort(self, call: str, /) -> bool: ...
+    def step(self) -> list[Event]: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # no new work; what runs may end
+    FAILED = "failed"  # for good
+
+
+class QueueFull(Exception):
+    """More choices are open than the server is willing to hold."""
+
+
+class Unavailable(Exception):
+    """The worker takes no work: it is loading, draining or has failed."""
+
+
+class CallFailed(Exception):
+    """A call ended without an answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.code, self.message = failure.code, failure.message
+
+
+@dataclass(frozen=True)
+class Served:
+    """What HTTP may know of the engine: facts that do not change."""
+
+    name: str
+    root: str
+    n_ctx: int
+    n_vocab: int
+    tokenizer: Tokenizer
+    device: str
+    dtype: str
+
+    @cached_property
+    def token_names(self) -> list[str]:
+        """Every token's text; where its bytes are no text, `bytes:` and their hexadecimal form.
+        Names are unique, as tokens are.
+        """
+        return [_name(token) for token in self.tokenizer.token_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave the thread after this step, whatever is left to do."""
+
+
+Message = Submit | Abort | Stop
+
+
+class Mailbox:
+    """The events of one call that its reader has not taken yet.
+
+    Memory is bounded by the call's own tokens. With `patient` the reader is woken at the end only.
+    """
+
+    def __init__(self, choices: int, *, patient: bool) -> None:
+        self.first_token: float | None = None  # when it came, on the clock of time.perf_counter
+        self._limit = 0 if patient else SLOW * choices
+        self._patient = patient
+        self._open = choices
+        self._waiting: list[Delta] = []
+        self._failure: Failure | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Deltas that may be taken."""
+        return len(self._waiting)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come; what waits may still be taken."""
+        return self._open == 0 or self._failure is not None
+
+    def put(self, event: Event) -> None:
+        if isinstance(event, Failure):
+            self._failure = event
+        else:
+            self._waiting.append(event)
+            self._open -= event.finish is not None
+            if self.first_token is None and event.completion_tokens:
+                self.first_token = time.perf_counter()
+        if self.ended or not self._patient:
+            self._ready.set()
+
+    async def take(self) -> list[Delta]:
+        """All deltas that wait, at least one. Raises CallFailed when the call has failed."""
+        await self._ready.wait()
+        deltas, self._waiting = self._waiting, []
+        if self._failure is None:
+            self._ready.clear()
+        elif not deltas:
+            raise CallFailed(self._failure)
+        return joined(deltas) if len(deltas) > self._limit else deltas
+
+
+class Worker:
+    """The engine's thread, and the calls that are open."""
+
+    def __init__(self, load: Callable[[], Engine], max_open: int) -> None:
+        self.state = State.LOADING
+        self.served: Served | None = None  # from READY on
+        self.snapshot = Snapshot()  # the last one; replaced by the thread after each step
+        self.max_open = max_open
+        self.open = 0  # choices that were submitted and have not ended
+        self._load = load
+        self._calls: dict[str, tuple[Mailbox, int]] = {}  # a call and its open choices
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self) -> None:
+        """Load the engine, try it, and serve. Returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request], *, patient: bool = False) -> Mailbox:
+        """Hand in all choices of one call, or none: QueueFull, Unavailable."""
+        if self.state is not State.READY:
+            raise Unavailable(self.state)
+        if self.open + len(requests) > self.max_open:
+            raise QueueFull
+        mailbox = Mailbox(len(requests), patient=patient)
+        self._calls[requests[0].id] = mailbox, len(requests)
+        self.open += len(requests)
+        self._inbox.put(Submit(requests))
+        return mailbox
+
+    def abort(self, call: str) -> bool:
+        """Drop a call within one step, without an event. False if it has ended or never was."""
+        if self._forget(call) is None:
+            return False
+        self._inbox.put(Abort(call))
+        return True
+
+    def drain(self) -> None:
+        """Take no new work from now on."""
+        if self.state is not State.FAILED:
+            self.state = State.DRAINING
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls
+
+    def end_all(self, code: str, message: str) -> None:
+        """End every open call with a failure."""
+        for call in list(self._calls):
+            self._inbox.put(Abort(call))
+            self._deliver([Failure(call, code, message)])
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the step that it is in. False if that takes longer."""
+        self._inbox.put(Stop())
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _forget(self, call: str) -> Mailbox | None:
+        mailbox, choices = self._calls.pop(call, (None, 0))
+        self.open -= choices
+        return mailbox
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if event.id not in self._calls:  # aborted while the event was on its way
+                continue
+            mailbox, choices = self._calls[event.id]
+            mailbox.put(event)
+            if mailbox.ended:
+                self._forget(event.id)
+            elif isinstance(event, Delta) and event.finish is not None:
+                self._calls[event.id] = mailbox, choices - 1
+                self.open -= 1
+
+    def _loaded(self, served: Served) -> None:
+        self.served = served
+        if self.state is State.LOADING:
+            self.state = State.READY
+            log.info("ready: %s, %s, %s", served.name, served.device, served.dtype)
+
+    def _failed(self) -> None:
+        self.state = State.FAILED
+        self.end_all("engine_error", "The engine has failed.")
+
+    # From here on: the thread.
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+            before = try_out(engine)
+        except BaseException as error:  # SystemExit too: whatever stops the load ends the server
+            log.critical("cannot start: %s", error or type(error).__name__)
+            log.debug("cannot start", exc_info=True)
+            self._post(self._failed)
+            return
+        self._publish(engine, before)
+        self._post(self._loaded, served(engine))
+        try:
+            while self._read_inbox(engine, before):
+                events = engine.step()
+                self._publish(engine, before)
+                if events:
+                    self._post(self._deliver, events)
+        except BaseException:
+            log.critical("the engine failed", exc_info=True)
+            self._post(self._failed)
+
+    def _read_inbox(self, engine: Engine, before: Snapshot) -> bool:
+        """Do what the messages say; wait for one while there is no other work. False to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not engine.has_work)
+            except queue.Empty:
+                return True
+            match message:
+                case Submit(requests):
+                    engine.submit(requests)
+                case Abort(call):
+                    engine.abort(call)
+                    if not engine.has_work:
+                        self._publish(engine, before)
+                case Stop():
+                    return False
+
+    def _publish(self, engine: Engine, before: Snapshot) -> None:
+        now = engine.snapshot()
+        self.snapshot = replace(now, **{t: getattr(now, t) - getattr(before, t) for t in TOTALS})
+
+    def _post(self, method: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(method, *args)
+        except RuntimeError:  # the loop has ended, and with it everyone who would listen
+            log.debug("nobody listens to the engine any more")
+
+
+def served(engine: Engine) -> Served:
+    return Served(
+        name=engine.name,
+        root=engine.root,
+        n_ctx=engine.model.n_ctx,
+        n_vocab=engine.model.n_vocab,
+        tokenizer=engine.tokenizer,
+        device=engine.device,
+        dtype=engine.dtype,
+    )
+
+
+def try_out(engine: Engine) -> Snapshot:
+    """Generate one token, so that ready means ready. Returns the totals from which to count."""
+    prompt = (engine.tokenizer.end_of_text,)
+    trial = Request("trial", 0, prompt, 1, sampling=Sampling(temperature=0.0), use_cache=False)
+    engine.submit([trial])
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, Failure):
+                raise RuntimeError(f"the test generation failed: {event.message}")
+    return engine.snapshot()
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta per choice: texts and tokens joined, the latest counts."""
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.index, []).append(delta)
+    return [
+        replace(
+            parts[-1],
+            text="".join(part.text for part in parts),
+            tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+        )
+        for parts in choices.values()
+    ]
+
+
+def _name(token: bytes) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
