@@ -61,7 +61,7 @@ class Scheduler:
         budget = self.step_tokens - len(shares)
         if self.preemptions == before:
             self._admit()
-        others = [q for q in self.running if not q.decoding]
+        others = [q for q in self.running if q.taken == q.computed]  # without a share so far
         slices = deal(budget, [q.missing for q in others], self._turn)
         self._turn += 1
         for sequence, n in zip(others, slices, strict=True):

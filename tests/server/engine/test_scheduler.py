@@ -12,7 +12,16 @@ from model.rows import RowPool
 from server.engine.scheduler import Scheduler, deal
 from server.engine.sequence import Request, Sequence
 from server.engine.sessions import Sessions
-from tests.server.engine.helpers import Client, alone, copies, fake_engine, request, script
+from tests.server.engine.helpers import (
+    Client,
+    alone,
+    copies,
+    fake_engine,
+    ids,
+    request,
+    script,
+    session_tokens,
+)
 
 TALKS = script("a")  # never ends by itself
 
@@ -180,6 +189,16 @@ def test_rows_that_come_back_from_a_cache_are_no_new_hit() -> None:
     assert s.rows_computed_total - s.rows_recomputed_total + s.rows_reused_total == 2 * (10 + 27)
 
 
+def test_a_request_that_comes_back_computes_in_the_step_that_starts_it() -> None:
+    """Others kept all rows of its prompt: it misses one row, like a request that never stopped."""
+    engine, model = fake_engine(n_rows=24, n_ctx=24, max_running=4, step_tokens=8)
+    client = Client(engine)
+    client.submit(*copies(4, request("a" * 16, 5, stop_ids=frozenset())))
+    steps = client.run()
+    assert engine.scheduler.preemptions == 2
+    assert len(model.spans) == steps
+
+
 def test_idle_sessions_never_block_new_work() -> None:
     """B020: they are evicted, least recently used first, and keep their tokens."""
     engine, _ = fake_engine(n_rows=40, n_ctx=40, says=TALKS)
@@ -222,9 +241,12 @@ def test_the_turns_of_a_session_run_one_after_the_other() -> None:
     assert foreign.finish
     assert first.tokens
     assert not second.tokens
-    client.run()
+    while not second.finish:
+        assert not third.tokens
+        client.step()
     assert first.finish
-    assert third.finish
+    client.run()
+    assert session_tokens(engine, "s") == ids("2aaaaaa")
     assert engine.snapshot().sessions["", "s"].turns == 3
 
 
