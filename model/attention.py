@@ -44,9 +44,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pool_layer: Tensor, plan: Plan) -> T
     """The reference: gather the rows, then scaled dot-product attention.
 
     q `(T, n_head, d_head)`; k, v `(T, n_kv_head, d_head)`; pool_layer `(key|value, row, n_kv_head,
-    d_head)`, written here; returns `(T, n_head, d_head)`. A query at position p sees keys 0..p: with
-    rows from earlier steps the queries are fewer than the keys, and the causal mask is aligned to
-    the bottom right.
+    d_head)`, written here; returns `(T, n_head, d_head)`. A query at position p sees keys 0..p:
+    with rows from earlier steps the queries are fewer than the keys, and the causal mask is aligned
+    to the bottom right.
     """
     keys, values = pool_layer
     keys[plan.write] = k.to(keys.dtype)

@@ -89,7 +89,7 @@ def _decode_group(work: Sequence[Work], first: int, device: torch.device) -> Gro
 
 
 def _chunk_group(work: Work, end: int, device: torch.device) -> Group:
-    """Several queries of one sequence: query i sees the rows before the chunk and i + 1 of its own."""
+    """Several queries of one sequence: query i sees the rows before the chunk and i + 1 more."""
     n, keys = _span(work), work.end
     mask = torch.ones(n, keys, dtype=torch.bool, device=device).tril(keys - n)
     return Group(slice(end - n, end), _tensor(work.rows[None], device), mask[None, None])

@@ -34,12 +34,18 @@ def split_held_out(files: Sequence[Path], others_every: int) -> tuple[list[str],
 
 
 def learn_vocabulary(stories: Sequence[str], n_vocab: int) -> Tokenizer:
-    """Byte-level BPE of `n_vocab` tokens: 256 bytes, the merges in their order, end of text."""
+    """Byte-level BPE of `n_vocab` tokens: 256 bytes, the merges in their order, end of text.
+
+    Raises ValueError where the stories are too few to make so many of them.
+    """
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(stories, vocab_size=n_vocab - 1, show_progress=False)
     with tempfile.TemporaryDirectory() as folder:
         bpe.save_model(folder)
-        return Tokenizer.load_gpt2_files(Path(folder))
+        tokenizer = Tokenizer.load_gpt2_files(Path(folder))
+    if tokenizer.n_vocab != n_vocab:
+        raise ValueError(f"the stories make {tokenizer.n_vocab} tokens, not {n_vocab}")
+    return tokenizer
 
 
 class Shelf:

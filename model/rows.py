@@ -32,6 +32,7 @@ class RowPool:
         self.pins = np.zeros(n_rows, np.int32)
         self.running = 0
         self.shared = 0
+        self.sharing_changes = 0  # counts up whenever `shared` may have changed
         # A stack, lowest row on top: rows that are taken together lie together.
         self._free = np.arange(n_rows - 1, -1, -1, dtype=np.int32)
         self.free = n_rows
@@ -59,6 +60,7 @@ class RowPool:
         """One more reference to each of `rows`, which are not free."""
         self.references[rows] += 1
         self.shared += int(np.count_nonzero(self.references[rows] == 2))
+        self.sharing_changes += 1
 
     def give_back(self, rows: Ids) -> int:
         """One reference less for each of `rows`, which are not pinned by the caller any more.
@@ -67,7 +69,9 @@ class RowPool:
         """
         left = self.references[rows] - 1
         self.references[rows] = left
-        self.shared -= int(np.count_nonzero(left == 1))
+        if unshared := int(np.count_nonzero(left == 1)):
+            self.shared -= unshared
+            self.sharing_changes += 1
         freed = rows[left == 0]
         self._free[self.free : self.free + len(freed)] = freed[::-1]
         self.free += len(freed)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model import attention, sampler
 from model.attention import PooledAttention
 from model.batch import Batch, pack
 from model.gpt import GPT
-from model.step import Draw, TokenScore, Work
+from model.step import Draw, Ids, TokenScore, Work
 
 # Scoring a prompt needs logits of every row; they are made a few at a time, because those of a
 # thousand rows of GPT-2's vocabulary are 200 MB.
@@ -51,21 +53,39 @@ class Runner:
         self._score(hidden, work, batch, draws)
         return draws
 
-    def _draw(
-        self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]
-    ) -> None:
+    @torch.inference_mode()
+    def read_rows(self, rows: Ids) -> NDArray[np.uint8]:
+        """The bytes of rows that are computed: (n, row_bytes), a row's layers one after another."""
+        picked = self.kv[:, :, self._index(rows)].movedim(2, 0).contiguous().cpu()
+        data: NDArray[np.uint8] = picked.view(torch.uint8).flatten(1).numpy()
+        return data
+
+    @torch.inference_mode()
+    def write_rows(self, rows: Ids, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_rows` gave."""
+        n_layer, two, _, n_kv_head, d_head = self.kv.shape
+        picked = torch.from_numpy(data).to(self.device).view(self.kv.dtype)
+        picked = picked.view(len(rows), n_layer, two, n_kv_head, d_head).movedim(0, 2)
+        self.kv[:, :, self._index(rows)] = picked
+
+    def _index(self, rows: Ids) -> Tensor:
+        return torch.from_numpy(rows.astype(np.int64)).to(self.device)
+
+    def _draw(self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]) -> None:
         """Next tokens: logits of the last row of each work that asks for one."""
-        asked = [(i, end - 1) for i, end in zip(batch.order, batch.ends, strict=True) if _asks(work[i])]
+        asked = [
+            (i, end - 1) for i, end in zip(batch.order, batch.ends, strict=True) if _asks(work[i])
+        ]
         if not asked:
             return
         last = torch.tensor([row for _, row in asked], device=self.device)
         logits = self.model.logits(hidden[last])
-        for (i, _), draw in zip(asked, sampler.sample(logits, [work[i] for i, _ in asked]), strict=True):
+        for (i, _), draw in zip(
+            asked, sampler.sample(logits, [work[i] for i, _ in asked]), strict=True
+        ):
             draws[i] = draw
 
-    def _score(
-        self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]
-    ) -> None:
+    def _score(self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]) -> None:
         """Log-probabilities of known tokens, for work that wants its prompt scored."""
         for i, end in zip(batch.order, batch.ends, strict=True):
             w = work[i]

@@ -85,3 +85,11 @@ class Model(Protocol):
     def run(self, work: list[Work]) -> list[Draw]:
         """Compute every Work; one Draw each, in order. May raise: the whole step is then lost."""
         ...
+
+    def read_rows(self, rows: Ids) -> NDArray[np.uint8]:
+        """The bytes of rows that are computed: (n, row_bytes)."""
+        ...
+
+    def write_rows(self, rows: Ids, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_rows` gave, into other rows or in another process."""
+        ...

@@ -189,10 +189,10 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     stories, held_out = split_held_out(files, recipe.other_files_every)
     saved, log = run / "checkpoint.pt", Log(run / "log.jsonl")
-    _check_unchanged(run, config, recipe)
     vocabulary = run / "tokenizer.tiktoken"
     if not vocabulary.exists():
         learn_vocabulary(stories, config.n_vocab).save(vocabulary)
+    _check_unchanged(run, config, recipe)
     tokenizer = Tokenizer.load(vocabulary)
     trainer = Trainer(config, recipe, tokenizer, stories, device)
     if saved.exists():

@@ -1,4 +1,4 @@
-"""GPT-2 written from its definition, in NumPy and float64: the oracle of every test of numbers.
+"""GPT written from its definition, in NumPy and float64: the oracle of every test of numbers.
 
 No line of it is shared with the code under test. One sequence goes in, its logits come out; heads
 are separate loops, the causal mask is a slice, and nothing is kept from one call to the next.
@@ -28,10 +28,15 @@ def logits(weights: Weights, config: GPTConfig, tokens: ArrayLike) -> Array:
             for name, array in weights.items()
             if name.startswith(f"h.{layer}.")
         }
-        x = x + self_attention(block, config, norm(block, "ln_1", x, config.norm_epsilon))
-        x = x + feed_forward(block, config, norm(block, "ln_2", x, config.norm_epsilon))
+        for layer_norm, half in (("ln_1", self_attention), ("ln_2", feed_forward)):
+            if config.norm_first:
+                x = x + half(block, config, norm(block, layer_norm, x, config.norm_epsilon))
+            else:
+                x = norm(block, layer_norm, x + half(block, config, x), config.norm_epsilon)
+    if config.norm_first:
+        x = norm(weights, "ln_f", x, config.norm_epsilon)
     head = weights["wte.weight" if config.tied_head else "lm_head.weight"]
-    return norm(weights, "ln_f", x, config.norm_epsilon) @ head[: config.n_vocab].T
+    return x @ head[: config.n_vocab].T
 
 
 def norm(weights: Weights, name: str, x: Array, epsilon: float) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +25,10 @@ torch.set_num_threads(1)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Conv1D in transformers
 
 
-def config(**changes: Any) -> GPTConfig:
+def config(**changes: object) -> GPTConfig:
     """Three layers of four heads; every width is different from every other."""
     shape = {"n_layer": 3, "n_head": 4, "d_model": 48, "n_ctx": 256, "n_vocab": 97, "d_ff": 80}
-    return GPTConfig(**{**shape, **changes})
+    return GPTConfig.model_validate({**shape, **changes})
 
 
 def randomise(module: torch.nn.Module, std: float, seed: int = 0) -> None:
@@ -58,7 +57,7 @@ def arrays(model: GPT) -> dict[str, Array]:
 
 def hugging_face(std: float, seed: int = 0, **shape: int) -> tuple[GPT2LMHeadModel, GPT]:
     """The same random weights in transformers' GPT-2 and in ours."""
-    theirs = GPT2LMHeadModel(GPT2Config(**shape))
+    theirs = GPT2LMHeadModel(GPT2Config.from_dict(shape))
     randomise(theirs, std, seed)
     hf = theirs.config
     ours = GPT(
@@ -79,7 +78,7 @@ def hugging_face(std: float, seed: int = 0, **shape: int) -> tuple[GPT2LMHeadMod
 
 def prompt(n: int, n_vocab: int, seed: int = 0) -> list[int]:
     """`n` random token ids."""
-    return np.random.default_rng((n, seed)).integers(n_vocab, size=n).tolist()
+    return [int(token) for token in np.random.default_rng((n, seed)).integers(n_vocab, size=n)]
 
 
 @dataclass

@@ -12,6 +12,7 @@ import numpy as np
 from model.rows import RowPool
 from model.step import Draw, Ids, Model, TokenScore, Work
 from model.tokenizer import Tokenizer
+from server.engine.rowmap import RowRun, row_runs
 from server.engine.scheduler import Scheduler, Share
 from server.engine.sequence import (
     Delta,
@@ -26,6 +27,7 @@ from server.engine.sequence import (
 )
 from server.engine.sessions import Sessions, common_prefix
 from server.engine.snapshot import Snapshot
+from server.engine.store import SavedRows, Store
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class Engine:
         max_running: int,
         step_tokens: int,
         max_sessions: int = 10_000,
+        session_ttl: float | None = None,
+        store: Store | None = None,
         name: str = "",
         root: str = "",
         device: str = "cpu",
@@ -54,7 +58,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name, self.root, self.device, self.dtype = name, root, device, dtype
-        self.sessions = Sessions(pool, max_sessions)
+        self.sessions = Sessions(pool, max_sessions, session_ttl, store)
         self.scheduler = Scheduler(
             pool,
             self.sessions,
@@ -67,6 +71,7 @@ class Engine:
 
     def submit(self, requests: Ordered[Request]) -> None:
         """Take all choices of one call, in the order of their index."""
+        self.sessions.expire()
         sequences = {request.index: Sequence(request) for request in requests}
         for sequence in sequences.values():
             if sequence.request.after is None:
@@ -74,6 +79,8 @@ class Engine:
             else:
                 sequences[sequence.request.after].followers.append(sequence)
         self._calls[requests[0].id] = list(sequences.values())
+        if requests[0].session is not None:
+            self._load_rows(requests[0].tenant, requests[0].session)
 
     def abort(self, id: str) -> bool:
         """Drop a call; there is no event. What it computed stays as a cache; its session is as it
@@ -108,7 +115,45 @@ class Engine:
             sequence = share.sequence
             if sequence.request.id in self._calls:  # another choice of the call may have failed
                 events += self._enter(sequence, share.start, draw)
+        self.commit()
         return events
+
+    def commit(self) -> None:
+        """Have all changes of sessions on disk, if they are kept there, before anyone is told."""
+        if self.sessions.store:
+            self.sessions.store.commit()
+
+    def close(self, budget: int) -> None:
+        """The end: save rows of named sessions, the last used ones first, up to `budget` bytes."""
+        store = self.sessions.store
+        if store is None:
+            return
+        saved = {}
+        for kept in reversed(self.sessions.with_rows()):
+            size = len(kept.rows) * self.pool.row_bytes
+            if kept.name is not None and size <= budget:
+                budget -= size
+                tokens = kept.tokens[: len(kept.rows)]
+                saved[kept.tenant, kept.name] = SavedRows(tokens, self.model.read_rows(kept.rows))
+        store.save_rows(saved)
+        store.close()
+
+    def _load_rows(self, tenant: str, name: str) -> None:
+        """Bring back the saved rows of a session, as far as they fit and belong to its tokens."""
+        kept, store = self.sessions.get(tenant, name), self.sessions.store
+        if store is None or kept is None or len(kept.rows):
+            return
+        saved = store.rows(tenant, name)
+        if saved is not None:
+            n = min(common_prefix(saved.tokens, kept.tokens), self.pool.free)
+            if n:
+                rows = self.pool.take(n)
+                self.model.write_rows(rows, saved.rows[:n])
+                self.sessions.give_rows(kept, rows)
+
+    def row_runs(self, tenant: str | None) -> list[RowRun]:
+        """All rows of the pool, run-length coded, as a tenant may see them (None: the operator)."""
+        return row_runs(self.pool, self.scheduler.running, self.sessions.with_rows(), tenant)
 
     def snapshot(self) -> Snapshot:
         pool, scheduler = self.pool, self.scheduler
@@ -130,7 +175,9 @@ class Engine:
             preemptions_total=scheduler.preemptions,
             prompt_tokens_total=scheduler.prompt_tokens,
             generated_tokens_total=self._generated,
-            sessions=self.sessions.records(),
+            sessions_expired_total=self.sessions.expired,
+            sessions_evicted_total=self.sessions.evicted,
+            sessions=self.sessions.records(shared=not self.has_work),
         )
 
     def _enter(self, sequence: Sequence, start: int, draw: Draw) -> list[Event]:
@@ -197,7 +244,9 @@ class Engine:
         usable = common_prefix(tokens, sequence.tokens[: len(rows)]) if request.use_cache else 0
         self.pool.give_back(rows[usable:])
         if request.session is not None:
-            self.sessions.turn(request.tenant, request.session, tokens, rows[:usable])
+            self.sessions.turn(
+                request.tenant, request.session, tokens, rows[:usable], sequence.cached_tokens
+            )
         elif usable:
             self.sessions.keep(request.tenant, tokens, rows[:usable])
         calls = self._calls[request.id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -18,8 +18,18 @@ import numpy as np
 from model.rows import RowPool
 from model.step import Ids
 from server.engine.snapshot import SessionRecord
+from server.engine.store import Saved, Store
 
 SessionKey = tuple[str, str]  # tenant, name
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """What emptying the cache has dropped."""
+
+    rows_freed: int
+    sequences_forgotten: int
+    sessions_kept: int  # with their tokens, without their rows
 
 
 class Kept:
@@ -28,24 +38,16 @@ class Kept:
     def __init__(self, tenant: str, name: str | None, tokens: Ids, rows: Ids) -> None:
         self.tenant, self.name = tenant, name
         self.tokens, self.rows = tokens, rows
-        self.turns = 0
+        self.shared_rows = 0
+        self.n_turns = 0
+        self.turn_ends: list[int] = []  # tokens after each turn of those that it holds
+        self.reused = 0
         self.created = self.last_used = time.time()
 
     @property
     def path(self) -> bytes:
         """The tokens that have rows, as bytes that sort like the tokens."""
         return as_path(self.tokens[: len(self.rows)])
-
-    def record(self, row_bytes: int) -> SessionRecord:
-        return SessionRecord(
-            name=self.name or "",
-            tokens=len(self.tokens),
-            rows=len(self.rows),
-            bytes=len(self.rows) * row_bytes,
-            turns=self.turns,
-            created=self.created,
-            last_used=self.last_used,
-        )
 
 
 class PrefixIndex:
@@ -73,17 +75,27 @@ class PrefixIndex:
 class Sessions:
     """All idle sequences of all tenants, and the order in which they give up rows."""
 
-    def __init__(self, pool: RowPool, max_sessions: int) -> None:
-        self.pool = pool
-        self.max_sessions = max_sessions
-        self.rows_evicted = 0
-        # Least recently used first. Those without rows stand apart: eviction never walks past them.
+    def __init__(
+        self,
+        pool: RowPool,
+        max_sessions: int,
+        ttl: float | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.pool, self.store = pool, store
+        self.max_sessions, self.ttl = max_sessions, ttl
+        self.rows_evicted = self.expired = self.evicted = 0
+        # Longest unused first. Rows are lent without their session being used: the order in which
+        # sessions give up rows is another one, and no eviction walks past those without rows.
         self._named: OrderedDict[SessionKey, Kept] = OrderedDict()
         self._named_with_rows: OrderedDict[int, Kept] = OrderedDict()  # by id()
         self._anonymous: OrderedDict[int, Kept] = OrderedDict()  # by id(); all have rows
         self._index: dict[str, PrefixIndex] = {}  # by tenant; never looked up across tenants
         self._records: MappingProxyType[SessionKey, SessionRecord] = MappingProxyType({})
         self._changed: dict[SessionKey, None] = {}  # sessions whose record is out of date, in order
+        self._sharing = 0  # the pool's count of changes to sharing when they were last looked at
+        for saved in store.sessions() if store else ():
+            self._restore(saved)
 
     def match(self, tenant: str, tokens: Ids) -> Ids:
         """Rows of the longest prefix of `tokens` that an idle sequence of the tenant has."""
@@ -114,19 +126,45 @@ class Sessions:
         for other in before:  # it has become a part of this one
             self._trim(other, 0)
 
-    def turn(self, tenant: str, name: str, tokens: Ids, rows: Ids) -> None:
+    def get(self, tenant: str, name: str) -> Kept | None:
+        return self._named.get((tenant, name))
+
+    def turn(self, tenant: str, name: str, tokens: Ids, rows: Ids, reused: int = 0) -> None:
         """A session's turn has ended: from now on it holds these tokens and rows, and no others."""
-        kept = self._named.get((tenant, name))
-        if kept is None:
-            kept = self._named[tenant, name] = Kept(tenant, name, tokens[:0], tokens[:0])
+        kept = self._named.get((tenant, name)) or self._create(tenant, name)
         self._trim(kept, 0)
+        same = common_prefix(kept.tokens, tokens)
+        kept.n_turns += 1
+        kept.turn_ends = [*(end for end in kept.turn_ends if end <= same), len(tokens)]
         kept.tokens, kept.rows = tokens.copy(), rows.copy()
-        kept.turns += 1
+        kept.reused += reused
         if len(kept.rows):
             self._hold(kept)
-        self._touch(kept)
-        while len(self._named) > self.max_sessions:
-            self.forget(*next(iter(self._named)))
+        self._use(kept)
+
+    def fork(self, tenant: str, name: str, new: str) -> Kept | None:
+        """A new session with the tokens and the very rows of another; None if there is none."""
+        kept = self._named.get((tenant, name))
+        if kept is None:
+            return None
+        fork = self._create(tenant, new)
+        fork.tokens, fork.rows = kept.tokens, kept.rows.copy()
+        fork.n_turns, fork.turn_ends = kept.n_turns, kept.turn_ends.copy()
+        self.pool.share(fork.rows)
+        if len(fork.rows):
+            self._hold(fork)
+        self._use(fork)
+        return fork
+
+    def rewind(self, tenant: str, name: str, n: int) -> Kept | None:
+        """Cut a session's tokens to the first `n`, and its rows with them."""
+        kept = self._named.get((tenant, name))
+        if kept is not None:
+            self._trim(kept, min(n, len(kept.rows)))
+            kept.tokens = kept.tokens[:n]
+            kept.turn_ends = [end for end in kept.turn_ends if end < n] + ([n] if n else [])
+            self._use(kept)
+        return kept
 
     def forget(self, tenant: str, name: str) -> bool:
         """Drop a named session and give back its rows; False if there is none."""
@@ -136,7 +174,34 @@ class Sessions:
         self._trim(kept, 0)
         del self._named[tenant, name]
         self._changed[tenant, name] = None
+        if self.store:
+            self.store.forget(tenant, name)
         return True
+
+    def expire(self) -> None:
+        """Forget the sessions that were not used for longer than their time to live."""
+        if self.ttl is None:
+            return
+        oldest = time.time() - self.ttl
+        while self._named and (kept := next(iter(self._named.values()))).last_used < oldest:
+            self.forget(kept.tenant, kept.name or "")
+            self.expired += 1
+
+    def reset(self, tenant: str | None) -> Reset:
+        """Give up all idle rows of a tenant, or of all: anonymous sequences are forgotten, named
+        ones keep their tokens.
+        """
+        anonymous = [k for k in self._anonymous.values() if tenant in (None, k.tenant)]
+        named = [k for k in self._named_with_rows.values() if tenant in (None, k.tenant)]
+        freed = sum(self._trim(kept, 0) for kept in [*anonymous, *named])
+        return Reset(rows_freed=freed, sequences_forgotten=len(anonymous), sessions_kept=len(named))
+
+    def give_rows(self, kept: Kept, rows: Ids) -> None:
+        """Rows of a session that has none have been filled anew, from what was saved."""
+        kept.rows = rows
+        self.pool.unpin(rows)
+        self._hold(kept)
+        self._changed[kept.tenant, kept.name or ""] = None
 
     def evict(self, n: int) -> int:
         """Free `n` rows if idle sequences have them; returns how many were freed."""
@@ -147,26 +212,44 @@ class Sessions:
         self.rows_evicted += freed
         return freed
 
-    def records(self) -> MappingProxyType[SessionKey, SessionRecord]:
-        """A record per named session, frozen: it is replaced, not changed, when one changes."""
+    def records(self, *, shared: bool = True) -> MappingProxyType[SessionKey, SessionRecord]:
+        """A record per named session, frozen: it is replaced, not changed, when one changes.
+        Without `shared`, the numbers of shared rows may be old.
+        """
+        if shared and self._sharing != self.pool.sharing_changes:
+            self._sharing = self.pool.sharing_changes
+            for kept in self._named_with_rows.values():
+                if kept.shared_rows != self.pool.shared_among(kept.rows):
+                    self._changed[kept.tenant, kept.name or ""] = None
         if self._changed:
             records = self._records.copy()
             for key in self._changed:
                 if key in self._named:
-                    records[key] = self._named[key].record(self.pool.row_bytes)
+                    records[key] = self._record(self._named[key])
                 else:
                     records.pop(key, None)
             self._records = MappingProxyType(records)
             self._changed.clear()
         return self._records
 
-    def held(self) -> Iterable[Ids]:
-        """The row arrays of all idle sequences, for checks that they add up."""
-        return [
-            kept.rows
-            for group in (self._anonymous, self._named_with_rows)
-            for kept in group.values()
-        ]
+    def _record(self, kept: Kept) -> SessionRecord:
+        kept.shared_rows = self.pool.shared_among(kept.rows)
+        return SessionRecord(
+            name=kept.name or "",
+            tokens=len(kept.tokens),
+            rows=len(kept.rows),
+            shared_rows=kept.shared_rows,
+            bytes=len(kept.rows) * self.pool.row_bytes,
+            turns=kept.n_turns,
+            reused=kept.reused,
+            created=kept.created,
+            last_used=kept.last_used,
+            expires=None if self.ttl is None else kept.last_used + self.ttl,
+        )
+
+    def with_rows(self) -> list[Kept]:
+        """All idle sequences that have rows, the next to give them up first."""
+        return [*self._anonymous.values(), *self._named_with_rows.values()]
 
     def _shorten(self, kept: Kept, n: int) -> int:
         """Free up to `n` rows from the tail. Rows are shared by prefix, so those that nobody else
@@ -201,16 +284,48 @@ class Sessions:
             self._changed[kept.tenant, kept.name] = None
         return self.pool.give_back(dropped)
 
-    def _touch(self, kept: Kept) -> None:
+    def _create(self, tenant: str, name: str) -> Kept:
+        """A new session, empty, in place of one that had the name or was unused for longest."""
+        self.forget(tenant, name)
+        if len(self._named) >= self.max_sessions:
+            self.forget(*next(iter(self._named)))
+            self.evicted += 1
+        none = np.empty(0, np.int32)
+        kept = self._named[tenant, name] = Kept(tenant, name, none, none)
+        return kept
+
+    def _restore(self, saved: Saved) -> None:
+        kept = self._create(saved.tenant, saved.name)
+        kept.tokens, kept.turn_ends = saved.tokens, list(saved.turn_ends)
+        kept.n_turns, kept.reused = saved.n_turns, saved.reused
+        kept.created, kept.last_used = saved.created, saved.last_used
+        self._changed[saved.tenant, saved.name] = None
+
+    def _use(self, kept: Kept) -> None:
+        """A session has been used and changed by its owner."""
+        key = (kept.tenant, kept.name or "")
         kept.last_used = time.time()
-        if kept.name is None:
-            self._anonymous.move_to_end(id(kept))
-            return
-        key = (kept.tenant, kept.name)
-        self._changed[key] = None
         self._named.move_to_end(key)
-        if id(kept) in self._named_with_rows:
-            self._named_with_rows.move_to_end(id(kept))
+        self._changed[key] = None
+        self._touch(kept)
+        if self.store:
+            self.store.save(
+                Saved(
+                    *key,
+                    kept.tokens,
+                    tuple(kept.turn_ends),
+                    kept.n_turns,
+                    kept.reused,
+                    kept.created,
+                    kept.last_used,
+                )
+            )
+
+    def _touch(self, kept: Kept) -> None:
+        """Rows have been used: they are given up later."""
+        for group in (self._anonymous, self._named_with_rows):
+            if id(kept) in group:
+                group.move_to_end(id(kept))
 
 
 def as_path(tokens: Ids) -> bytes:

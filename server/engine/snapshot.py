@@ -13,10 +13,13 @@ class SessionRecord:
     name: str
     tokens: int
     rows: int
+    shared_rows: int  # of its rows, those that another sequence holds, too
     bytes: int
     turns: int
+    reused: int  # prompt tokens of its turns that were not computed
     created: float
     last_used: float
+    expires: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,13 @@ class Snapshot:
 
     steps_total: int = 0
     rows_computed_total: int = 0  # tokens that went through the network
-    rows_recomputed_total: int = 0  # of those, the ones whose row was lost to preemption or no cache
+    rows_recomputed_total: int = 0  # of those, whose row was lost to preemption or for no cache
     rows_reused_total: int = 0  # prompt tokens that were not computed (hits)
     rows_evicted_total: int = 0  # rows of idle sequences that were really freed
     preemptions_total: int = 0
+    sessions_expired_total: int = 0
+    sessions_evicted_total: int = 0  # forgotten because there were too many
     prompt_tokens_total: int = 0  # of requests that began, hits among them
     generated_tokens_total: int = 0
 
-    sessions: Mapping[tuple[str, str], SessionRecord] = field(default_factory=dict)  # (tenant, name)
+    sessions: Mapping[tuple[str, str], SessionRecord] = field(default_factory=dict)  # by SessionKey

@@ -27,7 +27,7 @@ SCHEMA = 1
 TABLE = """
 create table if not exists sessions (
     tenant text not null, name text not null, tokenizer text not null, tokens blob not null,
-    turns text not null, reused integer not null, created real not null, last_used real not null,
+    turn_ends text not null, n_turns integer not null, reused integer not null, created real not null, last_used real not null,
     primary key (tenant, name)
 ) without rowid
 """
@@ -44,7 +44,8 @@ class Saved:
     tenant: str
     name: str
     tokens: Ids
-    turns: tuple[int, ...]  # the number of tokens after each turn
+    turn_ends: tuple[int, ...]  # tokens after each turn of those that it holds
+    n_turns: int
     reused: int
     created: float
     last_used: float
@@ -91,14 +92,14 @@ class Store:
 
     def sessions(self) -> Iterator[Saved]:
         """All sessions of this tokenizer, least recently used first."""
-        columns = "tenant, name, tokens, turns, reused, created, last_used"
+        columns = "tenant, name, tokens, turn_ends, n_turns, reused, created, last_used"
         found = self._db.execute(
             f"select {columns} from sessions where tokenizer = ? order by last_used",
             (self.tokenizer,),
         )
-        for tenant, name, tokens, turns, *numbers in found:
+        for tenant, name, tokens, turn_ends, *numbers in found:
             ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-            yield Saved(tenant, name, ids, tuple(json.loads(turns)), *numbers)
+            yield Saved(tenant, name, ids, tuple(json.loads(turn_ends)), *numbers)
         strange = self._db.execute(
             "select count(*) from sessions where tokenizer != ?", (self.tokenizer,)
         ).fetchone()[0]
@@ -106,15 +107,17 @@ class Store:
             log.warning("%d saved sessions belong to another tokenizer: set aside", strange)
 
     def save(self, session: Saved) -> None:
-        """Write a session; it is on disk when this returns."""
+        """Write a session; it is on disk after the next `commit`."""
+        self._begin()
         self._db.execute(
-            "insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?, ?)",
+            "insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 session.tenant,
                 session.name,
                 self.tokenizer,
                 session.tokens.astype("<i4").tobytes(),
-                json.dumps(session.turns),
+                json.dumps(session.turn_ends),
+                session.n_turns,
                 session.reused,
                 session.created,
                 session.last_used,
@@ -122,10 +125,20 @@ class Store:
         )
 
     def forget(self, tenant: str, name: str) -> None:
+        self._begin()
         self._db.execute(
             "delete from sessions where tenant = ? and name = ? and tokenizer = ?",
             (tenant, name, self.tokenizer),
         )
+
+    def commit(self) -> None:
+        """Have everything so far on disk, whatever happens to the process next."""
+        if self._db.in_transaction:
+            self._db.execute("commit")
+
+    def _begin(self) -> None:
+        if not self._db.in_transaction:
+            self._db.execute("begin")
 
     def rows(self, tenant: str, name: str) -> SavedRows | None:
         """Saved rows of a session, once: whoever takes them holds them from then on."""
@@ -156,6 +169,7 @@ class Store:
             log.warning("%s: rows are not saved: %s", self._rows_file, error)
 
     def close(self) -> None:
+        self.commit()
         self._db.close()
 
     def _open_rows(self) -> set[str]:
@@ -165,7 +179,7 @@ class Store:
         try:
             with safe_open(self._rows_file, "np") as file:
                 if (file.metadata() or {}).get("model") == self.model:
-                    names = (name.partition(" ") for name in file.keys())
+                    names = (name.partition(" ") for name in list(file.keys()))
                     return {key for kind, _, key in names if kind == "rows"}
             log.warning("%s: rows of another model, not used", self._rows_file)
         except (OSError, SafetensorError) as error:

@@ -55,7 +55,7 @@ def test_float32_texts_equal_the_cpus_in_a_poisoned_mixed_batch(shape: GPTConfig
 
 
 def test_bfloat16_stays_near_the_definition() -> None:
-    """Weights and rows in bfloat16, row by row: half a nat at worst, a few hundredths on average."""
+    """Weights and rows in bfloat16, row by row: half a nat at worst, far less on average."""
     shape = config()
     tokens = prompt(100, shape.n_vocab)
     model = on_cuda(shape, torch.bfloat16)

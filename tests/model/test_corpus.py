@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +47,18 @@ def test_a_vocabulary_of_bytes_merges_and_end_of_text() -> None:
     assert tokenizer.token_bytes == learn_vocabulary(stories, 270).token_bytes
 
 
+def test_too_few_stories_for_a_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"make \d+ tokens, not 5000"):
+        learn_vocabulary(["the cat"], 5000)
+
+
 LENGTHS = st.lists(st.integers(1, 25), min_size=1, max_size=12)
 
 
 def stories_of(lengths: list[int]) -> list[np.ndarray[tuple[int], np.dtype[np.uint16]]]:
     """Token i stands at i, so that a piece says where it is from."""
     starts = np.cumsum([0, *lengths])
-    return [
-        np.arange(a, b, dtype=np.uint16) for a, b in zip(starts[:-1], starts[1:], strict=True)
-    ]
+    return [np.arange(a, b, dtype=np.uint16) for a, b in pairwise(starts)]
 
 
 @settings(deadline=None, max_examples=100)

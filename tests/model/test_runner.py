@@ -87,13 +87,15 @@ def test_a_step_writes_its_rows_and_computes_its_tokens_only(model: GPT) -> None
     chunk = Text(prompt(50, N_VOCAB), chunk=9)
     held = [text.rows.copy() for text in texts]
     before = driver.runner.kv.clone()
+    linear: dict[torch.nn.Module, str] = {
+        m: name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+    }
     passed: dict[str, int] = {}
 
-    def count(name: str) -> Any:
-        return lambda module, inputs, output: passed.update({name: len(inputs[0])})
+    def count(module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        passed[linear[module]] = len(inputs[0])
 
-    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    hooks = [module.register_forward_hook(count(name)) for name, module in linear]
+    hooks = [module.register_forward_hook(count) for module in linear]
     driver.step([*texts, chunk])
     for hook in hooks:
         hook.remove()
@@ -257,7 +259,9 @@ def test_bfloat16_rows_stay_near(model: GPT, expected: oracle.Array) -> None:
     tokens, rows = np.array(TOKENS, np.int32), np.arange(150, dtype=np.int32)
     worst = 0.0
     for start, end in [(0, 140), *((i, i + 1) for i in range(140, 150))]:
-        work = Work(tokens[:end], start, rows[:end], 1, GREEDY, score=0, targets=tokens[start + 1 : end + 1])
+        work = Work(
+            tokens[:end], start, rows[:end], 1, GREEDY, score=0, targets=tokens[start + 1 : end + 1]
+        )
         for i, score in enumerate(runner.run([work])[0].prompt_scores, start=start):
             worst = max(worst, abs(score.logprob - expected[i, TOKENS[i + 1]]))
     assert 1e-4 < worst < 0.5

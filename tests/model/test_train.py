@@ -21,7 +21,7 @@ from model.train import Recipe, Trainer, bits_per_byte, next_token_loss
 from tests import oracle
 from tests.tiny import arrays, config, gpt, prompt
 
-SHAPE = config(n_layer=2, n_head=2, n_ctx=24, n_vocab=300, d_model=32)
+SHAPE = config(n_layer=2, n_head=2, n_ctx=24, n_vocab=280, d_model=32)
 RECIPE = Recipe(tokens=20 * 4 * 24, rows_per_step=4)  # 20 steps
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_twenty_steps_lower_the_loss(straight: tuple[Path, float]) -> None:
     folder, _ = straight
     loss = losses(folder)
     assert len(loss) == 20
-    assert loss[0] == pytest.approx(math.log(300), abs=0.3)
+    assert loss[0] == pytest.approx(math.log(280), abs=0.3)
     assert np.mean(loss[-3:]) < loss[0] - 1
 
 
@@ -99,15 +99,14 @@ def stop_after(n: int, step: Callable[[Trainer], float]) -> Callable[[Trainer], 
     return stopping
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a: object, b: object) -> None:
     assert type(a) is type(b)
     if isinstance(a, Tensor):
+        assert isinstance(b, Tensor)
         assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
+    elif isinstance(a, dict) and isinstance(b, dict):
+        assert_same(list(a.items()), list(b.items()))
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         for one, other in zip(a, b, strict=True):
             assert_same(one, other)
     else:
@@ -212,8 +211,8 @@ def test_bits_per_byte_by_hand() -> None:
     Stories of one token have nothing to predict; characters are not bytes.
     """
     stories = ["the cat sat on the mat. " * 100, "é\U0001f408 the cat", "t", ""]
-    tokenizer = learn_vocabulary(stories, 270)
-    model = gpt(config(n_layer=1, n_ctx=1300, n_vocab=270), std=0.1)
+    tokenizer = learn_vocabulary(stories, 265)
+    model = gpt(config(n_layer=1, n_ctx=1300, n_vocab=265), std=0.1)
     bits, n_bytes = 0.0, 0
     for story in (stories[0][:1200], stories[1]):
         ids = tokenizer.encode(story)

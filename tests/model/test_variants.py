@@ -6,7 +6,7 @@ Variants share key heads (multi-query, grouped-query), normalise as the first GP
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from model import attention, checkpoint, reference
-from model.config import GPTConfig
+from model.config import Activation, GPTConfig
 from model.gpt import GPT
 from model.runner import Runner
 from model.step import Sampling, Work
@@ -50,10 +50,20 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-4)
 
 
-def test_the_reference(config: GPTConfig) -> None:
+def is_the_reference(config: GPTConfig) -> bool:
     model = tiny.gpt(config).double()
     expected = reference.gpt(TOKENS, tiny.arrays(model), config)
-    assert np.allclose(tiny.full_pass(model, TOKENS), expected, rtol=0, atol=1e-12)
+    return np.allclose(tiny.full_pass(model, TOKENS), expected, rtol=0, atol=1e-12)
+
+
+def test_the_reference(config: GPTConfig) -> None:
+    assert is_the_reference(config)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_reference_with_every_bend(activation: str) -> None:
+    config = tiny.config(activation=activation, tied_head=False, n_vocab_padded=128)
+    assert is_the_reference(config)
 
 
 class TestOtherHands:

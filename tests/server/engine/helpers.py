@@ -269,7 +269,7 @@ def check(engine: Engine) -> None:
         assert 0 <= sequence.computed == sequence.taken <= sequence.n_tokens <= sequence.capacity
     assert all(sequence.taken == 0 for sequence in engine.scheduler.waiting)
     pins = count(pool, (sequence.rows for sequence in running))
-    references = pins + count(pool, engine.sessions.held())
+    references = pins + count(pool, (kept.rows for kept in engine.sessions.with_rows()))
     np.testing.assert_array_equal(pool.pins, pins)
     np.testing.assert_array_equal(pool.references, references)
     assert sorted(pool.free_rows()) == np.flatnonzero(references == 0).tolist()

@@ -49,7 +49,7 @@ class Shelf:
 
     def texts(self, tenant: str = "") -> list[str]:
         """What idle sequences of the tenant have rows of."""
-        held = [rows for rows in self.sessions.held() if self.meaning[int(rows[0])][0] == tenant]
+        held = [kept.rows for kept in self.sessions.with_rows() if kept.tenant == tenant]
         return [self._text(rows) for rows in held]
 
     def _text(self, rows: Ids) -> str:
@@ -91,7 +91,7 @@ def test_the_longest_prefix_of_the_tenant_is_found(
         for each in ("one", "other"):
             lengths = [common_prefix(as_ids(wanted), as_ids(t)) for t in shelf.texts(each)]
             assert shelf.matched(wanted, each) == wanted[: max(lengths, default=0)]
-        held = [*shelf.sessions.held(), NO_ROWS]
+        held = [*(kept.rows for kept in shelf.sessions.with_rows()), NO_ROWS]
         references = np.bincount(np.concatenate(held), minlength=30)
         np.testing.assert_array_equal(shelf.pool.references, references)
         assert len(shelf.sessions.records()) <= 2
@@ -183,7 +183,7 @@ def test_the_least_recently_used_session_makes_room_for_a_new_one() -> None:
     shelf = Shelf(max_sessions=2)
     shelf.put("1", "first")
     shelf.put("2", "second")
-    shelf.matched("1")
+    shelf.put("1", "first")
     shelf.put("3", "third")
     assert [name for _, name in shelf.sessions.records()] == ["first", "third"]
     assert shelf.pool.idle == 2

@@ -16,7 +16,7 @@ import pytest
 
 from server.engine.store import Saved, SavedRows, Store, StoreError
 
-SESSION = Saved("tenant", "name", np.array([3, 1, 2], np.int32), (2, 3), 1, 10.0, 20.0)
+SESSION = Saved("tenant", "name", np.array([3, 1, 2], np.int32), (2, 3), 2, 1, 10.0, 20.0)
 ROWS = SavedRows(SESSION.tokens, np.arange(12, dtype=np.uint8).reshape(3, 4))
 
 
@@ -41,8 +41,8 @@ def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_the_last_turn_replaces_the_one_before_and_forgetting_removes(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.save(SESSION)
-    store.save(replace(SESSION, turns=(2, 3, 9)))
-    assert [s.turns for s in store.sessions()] == [(2, 3, 9)]
+    store.save(replace(SESSION, turn_ends=(2, 3, 9)))
+    assert [s.turn_ends for s in store.sessions()] == [(2, 3, 9)]
     store.forget("tenant", "name")
     assert list(store.sessions()) == []
 
@@ -53,8 +53,8 @@ def test_a_committed_turn_survives_kill_9(tmp_path: Path) -> None:
         "from server.engine.store import Saved, Store\n"
         "store = Store(Path(sys.argv[1]), model='m', tokenizer='t')\n"
         "for i in range(10**9):\n"
-        "    store.save(Saved('', 's', np.arange(i, dtype=np.int32), (i,), 0, 0.0, 0.0))\n"
-        "    print(i, flush=True)\n"
+        "    store.save(Saved('', 's', np.arange(i, dtype=np.int32), (i,), 1, 0, 0.0, 0.0))\n"
+        "    store.commit(); print(i, flush=True)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -66,7 +66,7 @@ def test_a_committed_turn_survives_kill_9(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     (session,) = open_store(tmp_path).sessions()
-    assert len(session.tokens) == session.turns[0] >= max(told)
+    assert len(session.tokens) == session.turn_ends[0] >= max(told)
 
 
 def test_one_server_per_folder(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The application, and the process that serves it: from the bound socket to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from server.api import cache, completions, errors, models, openapi, operations, tokens
+from server.api.middleware import BodyLimit, Exchange, Key, Readiness
+from server.api.service import Service
+from server.engine.worker import Engine, State, Worker
+from server.metrics import Metrics
+from server.settings import Settings, unknown_variables
+from server.version import VERSION
+
+log = logging.getLogger("onerow")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FLUSH = 1  # seconds for answers to leave after the last call has ended
+IDLE = 75  # seconds that a connection may wait for its next request; longer than clients keep it
+
+LoadEngine = Callable[[Settings], Engine]
+
+
+class App(FastAPI):
+    """FastAPI, with an OpenAPI document that is true."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = openapi.complete(super().openapi())
+        return self.openapi_schema
+
+
+def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
+    """The application. The engine is loaded, in its own thread, when the application starts."""
+    worker = Worker(partial(load_engine, settings), settings.max_open)
+    metrics = Metrics(worker)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.stop, FLUSH)
+
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    app = App(
+        title="onerow",
+        version=VERSION,
+        description="GPT completions. Each new token computes only its own row.",
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from outside hosts
+        redoc_url=None,
+        middleware=[
+            Middleware(Exchange, count=metrics.count),
+            Middleware(Key, key=key),
+            Middleware(Readiness, worker=worker),
+            Middleware(BodyLimit, size=settings.max_body, seconds=settings.body_timeout),
+        ],
+    )
+    app.state.service = Service(settings, worker, metrics, int(time.time()))
+    errors.install(app)
+    for routes in (completions, models, tokens, cache, operations):
+        app.include_router(routes.router)
+    return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our own way to end.
+
+    The first signal closes the door and lets running requests end, for as long as the grace time;
+    the second one ends the process at once. A failed engine ends the server, too.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float) -> None:
+        super().__init__(config)
+        self.worker, self.grace = worker, grace
+        self.exit_code = 0
+        self._deadline: float | None = None  # on the clock of time.monotonic
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        yield
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            host, port = bound.getsockname()[:2]
+            log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+    def _on_signal(self, number: int) -> None:
+        if self._deadline is not None:
+            os._exit(128 + number)
+        log.info("shutting down: %d completions have %g seconds", self.worker.open, self.grace)
+        self._deadline = time.monotonic() + self.grace
+        self.worker.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; true ends the server."""
+        if self.worker.state is State.FAILED:
+            self.exit_code = 1
+            self.should_exit = True
+        elif self._deadline is not None:
+            late = time.monotonic() > self._deadline
+            if late:
+                self.worker.end_all(completions.SHUTDOWN, "The server is shutting down.")
+            self.should_exit = late or self.worker.idle
+        return await super().on_tick(counter)
+
+
+def serve(settings: Settings, load_engine: LoadEngine) -> int:
+    """Serve until a signal or a failure; returns the exit code. Binds before it loads."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for noisy in ("uvicorn", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name in unknown_variables():
+        log.warning("%s is no setting", name)
+    try:
+        bound = bind(settings.host, settings.port)
+    except OSError as error:
+        log.critical("cannot listen on %s:%d: %s", settings.host, settings.port, error.strerror)
+        return 1
+    app = create_app(settings, load_engine)
+    worker: Worker = app.state.service.worker
+    config = uvicorn.Config(
+        app,
+        workers=1,  # sessions and rows live in this process
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=FLUSH,
+    )
+    server = Server(config, worker, settings.grace)
+    server.run(sockets=[bound])
+    if not worker.stop(FLUSH):  # in a long step, or still loading: nothing would end it politely
+        logging.shutdown()
+        os._exit(server.exit_code)
+    return server.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)

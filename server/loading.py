@@ -1,0 +1,87 @@
+"""From settings to an engine: which model, on what device, in which numbers, with how many rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import NamedTuple
+
+import torch
+
+from model import checkpoint
+from model.config import GPTConfig
+from model.rows import RowPool
+from model.runner import Runner
+from server.engine.engine import Engine
+from server.settings import Settings
+
+log = logging.getLogger("onerow")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LoadError(Exception):
+    """What the settings ask for is not to be had here: one line that says what and why."""
+
+
+class Placement(NamedTuple):
+    """Where the numbers live and what they are."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def load_engine(settings: Settings) -> Engine:
+    """Load the model and allocate its rows. Raises LoadError or CheckpointError."""
+    place = placement(settings.device, settings.dtype)
+    torch.set_num_threads(settings.threads)
+    path = checkpoint.resolve(settings.model)
+    loaded = checkpoint.load(path, place.dtype)
+    n_rows = pool_rows(loaded.config, place.dtype.itemsize, settings.kv_cache_memory)
+    try:
+        runner = Runner(loaded.model.to(place.device), n_rows, place.dtype)
+    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise LoadError(f"kv_cache_memory: {place.device} cannot hold {n_rows:,} rows") from error
+    name = settings.served_model_name or loaded.name
+    words = (name, place.device, place.dtype_name, settings.threads, n_rows)
+    log.info("%s on %s in %s, %d threads, %d rows", *words)
+    return Engine(
+        runner,
+        loaded.tokenizer,
+        RowPool(n_rows, loaded.config.row_bytes(place.dtype.itemsize)),
+        max_running=settings.max_running,
+        step_tokens=settings.step_tokens,
+        max_sessions=settings.max_sessions,
+        name=name,
+        root=str(path),
+        device=str(place.device),
+        dtype=place.dtype_name,
+    )
+
+
+def placement(device: str, dtype: str) -> Placement:
+    """`auto` prefers a GPU, and there 16 bits. What is asked for by name must be there."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise LoadError("device cuda: torch sees no usable NVIDIA GPU here")
+    on_gpu = has_gpu if device == "auto" else device == "cuda"
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    return Placement(torch.device("cuda" if on_gpu else "cpu"), DTYPES[dtype])
+
+
+def pool_rows(config: GPTConfig, itemsize: int, memory: int) -> int:
+    """How many rows fit into `memory` bytes beside the scratch row. One window is the least."""
+    row_bytes = config.row_bytes(itemsize)
+    rows = memory // row_bytes - 1
+    if rows < config.n_ctx:
+        least = math.ceil((config.n_ctx + 1) * row_bytes / 2**20)
+        raise LoadError(
+            f"kv_cache_memory: room for {max(rows, 0)} rows, but one window is {config.n_ctx}; "
+            f"this model needs {least}MiB at least"
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""The load tester: what the cache is worth, measured through HTTP as a client sees it."""

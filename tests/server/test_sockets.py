@@ -1,0 +1,328 @@
+"""What only a real socket shows: clients that leave or stall, bodies that trickle, a slow model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import httpx2
+import pytest
+
+from tests.conftest import ServeLive
+from tests.fakes import FakeModel
+from tests.server.live import Live, events, wait_until
+
+LONG = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+
+
+def read_until(connection: socket.socket, word: bytes) -> bytes:
+    seen = b""
+    while word not in seen:
+        part = connection.recv(65536)
+        assert part, seen
+        seen += part
+    return seen
+
+
+def status(connection: socket.socket) -> int:
+    return int(read_until(connection, b"\r\n").split()[1])
+
+
+def slow(delay: float = 0.01) -> FakeModel:
+    return FakeModel(delay=delay)
+
+
+def gone(live: Live) -> bool:
+    """Everything that requests held is given back."""
+    now = live.snapshot
+    return (now.running, now.waiting, now.rows_running, live.worker.open) == (0, 0, 0, 0)
+
+
+class TestDisconnect:
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_b052_b053_before_anything_is_computed(
+        self, serve_live: ServeLive, stream: bool
+    ) -> None:
+        """The engine is busy when the request comes, and the client does not wait for it."""
+        model = slow()
+        live = serve_live(model)
+        model.may_run.clear()
+        connection = live.send(**LONG, stream=stream)
+        wait_until(lambda: live.worker.open == 1)
+        connection.close()
+        wait_until(lambda: live.worker.open == 0)
+        runs = model.runs
+        model.may_run.set()
+        wait_until(lambda: gone(live))
+        assert model.runs <= runs + 1
+        wait_until(lambda: live.outcomes() == {"cancelled": 1})
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_b052_b053_in_the_middle(self, serve_live: ServeLive, stream: bool) -> None:
+        model = slow()
+        live = serve_live(model)
+        connection = live.send(**LONG, stream=stream)
+        wait_until(lambda: live.snapshot.generated_tokens_total >= 3)
+        connection.close()
+        wait_until(lambda: gone(live))
+        generated = live.snapshot.generated_tokens_total
+        assert generated < 40
+        assert live.outcomes() == {"cancelled": 1}, "and tokens generated before it are counted"
+        assert live.snapshot.generated_tokens_total == generated
+
+    def test_b052_while_waiting_in_line(self, serve_live: ServeLive) -> None:
+        model = slow()
+        live = serve_live(model, max_running=1)
+        first = live.send(**LONG, stream=True)
+        wait_until(lambda: live.snapshot.running == 1)
+        others = [live.send(**LONG, stream=s) for s in (True, False, True)]
+        wait_until(lambda: live.snapshot.waiting == 3)
+        for connection in others:
+            connection.close()
+        wait_until(lambda: live.worker.open == 1)
+        wait_until(lambda: live.snapshot.waiting == 0)
+        assert live.snapshot.running == 1
+        first.close()
+        wait_until(lambda: gone(live))
+        assert live.outcomes() == {"cancelled": 4}
+
+    def test_b052_in_prefill(self, serve_live: ServeLive) -> None:
+        model = slow(0.03)
+        live = serve_live(model, max_running=1, step_tokens=2)
+        connection = live.send(prompt="a" * 60, max_tokens=2, stream=True)
+        wait_until(lambda: live.snapshot.rows_computed_total > 2)
+        connection.close()
+        wait_until(lambda: gone(live))
+        assert live.snapshot.generated_tokens_total == 0
+        assert live.snapshot.rows_computed_total < 60
+
+    def test_b052_b110_many(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow(0.002), max_queue=100)
+        connections = [live.send(**LONG, stream=i % 2 == 0) for i in range(20)]
+        wait_until(lambda: live.snapshot.generated_tokens_total > 5)
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: gone(live))
+        wait_until(lambda: sum(live.outcomes().values()) == 20)
+        assert live.outcomes()["cancelled"] >= 15
+        assert live.complete(**LONG).is_success
+
+    def test_a_client_that_leaves_after_the_end_cancels_nothing(
+        self, serve_live: ServeLive
+    ) -> None:
+        live = serve_live()
+        connection = live.send(prompt="ab", max_tokens=2, stream=True)
+        read_until(connection, b"[DONE]")
+        connection.close()
+        wait_until(lambda: live.outcomes() == {"length": 1})
+
+    def test_a_client_that_leaves_in_mid_body(self, serve_live: ServeLive) -> None:
+        live = serve_live()
+        connection = live.send_raw(b'{"prompt": ', {"Content-Length": "100"})
+        time.sleep(0.05)
+        connection.close()
+        wait_until(lambda: live.outcomes() == {"cancelled": 1})
+        assert live.worker.open == 0
+
+
+class TestStalledReader:
+    def open_one(self, live: Live) -> socket.socket:
+        """A stream whose reader takes nothing: its buffers fill, and the send waits."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        connection.connect(("127.0.0.1", live.port))
+        body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 60, "temperature": 1})
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
+        return connection
+
+    def test_it_holds_neither_the_loop_nor_rows(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow(0.001), max_running=32, step_tokens=512)
+        stalled = self.open_one(live)
+        wait_until(lambda: live.worker.open > 30)
+        began = time.monotonic()
+        assert live.client.get("/health").is_success
+        assert live.complete(prompt="x", max_tokens=2).is_success
+        wait_until(lambda: gone(live), 30)
+        assert time.monotonic() - began < 30
+        stalled.close()
+        wait_until(lambda: sum(live.outcomes().values()) == 2)
+
+    def test_its_client_may_leave(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow(0.02), max_running=32, step_tokens=512)
+        stalled = self.open_one(live)
+        wait_until(lambda: live.snapshot.generated_tokens_total > 200)
+        stalled.close()
+        wait_until(lambda: gone(live))
+        assert live.snapshot.generated_tokens_total < 60 * 60
+        assert live.outcomes() == {"cancelled": 1}
+
+
+class TestStream:
+    def test_b048_headers_at_once_and_comments_after_a_silence(self, serve_live: ServeLive) -> None:
+        model = FakeModel()
+        live = serve_live(model, keepalive_comment=0.1)
+        model.may_run.clear()
+        connection = live.send(prompt="ab", max_tokens=2, stream=True)
+        head = read_until(connection, b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"data:" not in head
+        read_until(connection, b": still here\n\n")
+        model.may_run.set()
+        rest = read_until(connection, b"[DONE]")
+        assert b": still here" not in rest.partition(b"data:")[2], "no comment while tokens flow"
+        connection.close()
+        seen = live.client.get("/metrics").text
+        assert "onerow_time_to_first_token_seconds_count 1.0" in seen
+
+    def test_no_comment_when_nothing_is_slow(self, serve_live: ServeLive) -> None:
+        live = serve_live(keepalive_comment=15)
+        response = live.complete(**LONG, stream=True)
+        assert ":" not in {line[:1] for line in response.text.split("\n")}
+
+    def test_one_event_per_token_in_many_reads(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow(0.01))
+        reads = []
+        with live.client.stream(
+            "POST", "/v1/completions", json={**LONG, "stream": True}
+        ) as response:
+            reads = [part for part in response.iter_bytes() if part]
+        assert len(reads) >= 30
+        assert len(events(b"".join(reads).decode())) == 61
+
+    def test_the_connection_is_kept(self, serve_live: ServeLive) -> None:
+        live = serve_live()
+        connection = live.send(prompt="ab", max_tokens=2, stream=True)
+        read_until(connection, b"0\r\n\r\n")
+        body = b'{"prompt": "ab"}'
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(f"POST /tokenize HTTP/1.1\r\n{head}".encode() + body)
+        assert status(connection) == 200
+        connection.close()
+
+
+class TestBody:
+    def test_b122_chunked(self, serve_live: ServeLive) -> None:
+        live = serve_live(max_body=1000)
+        for path in ("/v1/completions", "/tokenize"):
+            response = live.client.post(
+                path,
+                content=(b"x" * 100 for _ in range(200)),
+                headers={"Content-Type": "application/json"},
+            )
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "body_too_large"
+        assert live.client.get("/health").is_success
+
+    def test_b122_a_large_declared_body_is_refused_before_it_is_sent(
+        self, serve_live: ServeLive
+    ) -> None:
+        live = serve_live()
+        connection = live.send_raw(b"", {"Content-Length": str(20 * 2**20)})
+        assert status(connection) == 413
+        connection.close()
+
+    def test_b122_one_byte_at_a_time(self, serve_live: ServeLive) -> None:
+        live = serve_live(body_timeout=0.3)
+        connection = live.send_raw(b'{"prompt"', {"Content-Length": "1000"})
+        for _ in range(5):
+            connection.sendall(b" ")
+            time.sleep(0.02)
+        seen = read_until(connection, b"}}")
+        assert b" 408 " in seen
+        assert b'"code":"request_timeout"' in seen
+        connection.close()
+
+    def test_b122_a_key_is_asked_for_before_the_body_comes(self, serve_live: ServeLive) -> None:
+        live = serve_live(api_key="k")
+        connection = live.send_raw(b"", {"Content-Length": "1000"})
+        assert status(connection) == 401
+        connection.close()
+
+
+class TestLoad:
+    def test_b099_health_while_the_model_is_busy(self, serve_live: ServeLive) -> None:
+        model = slow(0.2)
+        live = serve_live(model)
+        with ThreadPoolExecutor() as pool:
+            running = [pool.submit(live.complete, **{**LONG, "max_tokens": 4}) for _ in range(4)]
+            wait_until(lambda: live.snapshot.running)
+            times = []
+            while not all(future.done() for future in running):
+                for path in ("/health", "/metrics", "/v1/cache"):
+                    began = time.monotonic()
+                    assert live.client.get(path).is_success
+                    times.append(time.monotonic() - began)
+            assert all(future.result().is_success for future in running)
+        assert len(times) > 10
+        # The machine that runs the tests is shared, so not every single one is held to it.
+        assert sorted(times)[int(len(times) * 0.9)] < 0.1
+
+    def test_b100_large_texts_are_encoded_off_the_loop(
+        self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        live = serve_live()
+        assert live.worker.served
+        tokenizer = live.worker.served.tokenizer
+        threads = []
+        encode = type(tokenizer).encode
+
+        def noted(self: object, text: str, *, special: bool = False) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return encode(tokenizer, text, special=special)
+
+        monkeypatch.setattr(type(tokenizer), "encode", noted)
+        for prompt in ("ab", "ab" * 10_000):
+            assert live.client.post("/tokenize", json={"prompt": prompt}).is_success
+        assert threads[0] != threads[1]
+        assert threads[0] == live.thread.name
+
+    def test_b102_b097_a_full_queue_says_429(self, serve_live: ServeLive) -> None:
+        model = FakeModel()
+        live = serve_live(model, max_running=2, max_queue=8)
+        model.may_run.clear()
+        limits = httpx2.Limits(max_connections=100)
+
+        async def burst() -> list[httpx2.Response]:
+            async with httpx2.AsyncClient(
+                base_url=live.url, trust_env=False, limits=limits, timeout=30
+            ) as client:
+                body = {"prompt": "ab", "max_tokens": 2}
+                calls = [
+                    asyncio.create_task(
+                        client.post("/v1/completions", json={**body, "stream": i % 2 == 0})
+                    )
+                    for i in range(60)
+                ]
+                for call in islice(asyncio.as_completed(calls), 50):
+                    await call
+                assert live.worker.open == 10
+                seen = await client.get("/metrics")
+                assert "onerow_requests_waiting 1" in seen.text or "_waiting 8" in seen.text
+                assert (await client.get("/health")).is_success
+                model.may_run.set()
+                return list(await asyncio.gather(*calls))
+
+        responses = asyncio.run(burst())
+        refused = [r for r in responses if r.status_code == 429]
+        assert len(refused) == 50
+        for response in refused:
+            assert response.headers["retry-after"] == "1"
+            assert response.headers["content-type"] == "application/json"
+            assert response.json()["error"]["code"] == "queue_full"
+        assert all(r.status_code == 200 for r in responses if r not in refused)
+        assert live.outcomes() == {"length": 10, "overloaded": 50}
+
+    def test_the_same_text_alone_and_in_company(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow(0.001))
+        alone = [live.complete(**{**LONG, "prompt": p}).json()["choices"] for p in "abcdefgh"]
+        with ThreadPoolExecutor() as pool:
+            together = pool.map(
+                lambda p: live.complete(**{**LONG, "prompt": p}).json()["choices"], "abcdefgh"
+            )
+        assert list(together) == alone
