@@ -47,6 +47,12 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
+def default_threads() -> int:
+    """What OMP_NUM_THREADS says, as in every program around torch; else all CPUs."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() and int(said) > 0 else cpus()
+
+
 class Settings(BaseSettings):
     """How the server runs. Sizes are bytes, or text such as "2GiB"; times are seconds."""
 
@@ -68,7 +74,8 @@ class Settings(BaseSettings):
         "auto", description="type of the numbers; auto is float32 on CPU and bfloat16 on CUDA"
     )
     threads: Count = Field(
-        default_factory=cpus, description="CPU threads; by default what the container may use"
+        default_factory=default_threads,
+        description="CPU threads; by default OMP_NUM_THREADS, or what the container may use",
     )
     # 85 full windows of the embedded model, 7 of GPT-2 124M in float32; beside the weights it
     # still fits into a container of 2 GB.

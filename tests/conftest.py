@@ -1,6 +1,12 @@
-"""Fixtures for whoever talks HTTP to the server."""
+"""Fixtures for whoever talks HTTP to the server, and one thread for everyone's arithmetic."""
 
 from __future__ import annotations
+
+import os
+
+# Before torch is imported, and for the processes that tests start. Tiny models gain nothing from
+# threads, and on a busy machine two that wait for each other take a hundred times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

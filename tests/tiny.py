@@ -15,6 +15,7 @@ from model.gpt import GPT
 from model.rows import RowPool
 from model.runner import Runner
 from model.step import Draw, Ids, Sampling, Work
+from model.train import CausalRows
 from tests.oracle import Array
 
 GREEDY = Sampling(temperature=0.0)
@@ -122,9 +123,15 @@ class Driver:
     Before every step, each row without a reference and the scratch row are set to `poison`.
     """
 
-    def __init__(self, model: GPT, n_rows: int = 2048, poison: float = np.nan) -> None:
-        self.runner = Runner(model, n_rows)
-        self.pool = RowPool(n_rows, model.config.row_bytes(4))
+    def __init__(
+        self,
+        model: GPT,
+        n_rows: int = 2048,
+        poison: float = np.nan,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.runner = Runner(model, n_rows, kv_dtype)
+        self.pool = RowPool(n_rows, model.config.row_bytes(kv_dtype.itemsize))
         self.poison = poison
 
     def step(self, texts: Sequence[Text]) -> list[Draw]:
@@ -159,8 +166,6 @@ class Driver:
 
 def full_pass(model: GPT, tokens: Sequence[int]) -> Tensor:
     """Logits of every position from one pass without a pool."""
-    from model.train import CausalRows
-
     with torch.inference_mode():
         positions = torch.arange(len(tokens), device=model.wte.weight.device)
         ids = torch.tensor(tokens, device=positions.device)

@@ -150,12 +150,14 @@ class Mailbox:
             self._ready.set()
 
     async def take(self) -> list[Delta]:
-        """All deltas that wait, at least one. Raises CallFailed when the call has failed."""
+        """All deltas that wait, at least one. Raises CallFailed when the call has failed; what came
+        before is still given to a reader who takes it piece by piece.
+        """
         await self._ready.wait()
         deltas, self._waiting = self._waiting, []
         if self._failure is None:
             self._ready.clear()
-        elif not deltas:
+        elif self._patient or not deltas:
             raise CallFailed(self._failure)
         return joined(deltas) if len(deltas) > self._limit else deltas
 

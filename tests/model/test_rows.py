@@ -22,6 +22,7 @@ class Pool(RuleBasedStateMachine):
         self.pool = RowPool(N_ROWS, row_bytes=64)
         self.running: list[Ids] = []
         self.resting: list[Ids] = []
+        self.last_sharing: tuple[int, list[bool]] = (0, [False] * N_ROWS)
 
     def free(self) -> set[int]:
         held = {int(row) for rows in self.running + self.resting for row in rows}
@@ -90,6 +91,10 @@ class Pool(RuleBasedStateMachine):
         assert pool.idle == sum(h > 0 and not p for h, p in zip(holders, pins, strict=True))
         assert pool.free + pool.running + pool.idle == N_ROWS
         assert pool.shared == sum(h > 1 for h in holders)
+        sharing = (pool.sharing_changes, [h > 1 for h in holders])
+        if sharing[0] == self.last_sharing[0]:
+            assert sharing == self.last_sharing
+        self.last_sharing = sharing
         assert sorted(pool.free_rows().tolist()) == sorted(self.free())
         for rows in everyone:
             assert pool.shared_among(rows) == sum(holders[row] > 1 for row in rows)

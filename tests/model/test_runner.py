@@ -188,6 +188,27 @@ def test_a_shared_prefix_is_read_by_all_and_written_by_none(model: GPT) -> None:
     assert together == [Driver(model).generate([text], 20)[0] for text in fresh]
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_read_and_written_elsewhere_are_the_same_rows(
+    model: GPT, kv_dtype: torch.dtype
+) -> None:
+    """Also in another runner, as after a restart; `row_bytes` each."""
+    first, second = Driver(model, 128, kv_dtype=kv_dtype), Driver(model, 128, kv_dtype=kv_dtype)
+    text = Text(prompt(50, N_VOCAB))
+    first.step([text])
+    data = first.runner.read_rows(text.rows)
+    assert data.shape == (50, model.config.row_bytes(kv_dtype.itemsize))
+    second.pool.take(13)
+    moved = Text(text.tokens)
+    moved.rows = second.pool.take(50)[::-1].copy()
+    before = second.runner.kv.clone()
+    second.runner.write_rows(moved.rows, data)
+    np.testing.assert_array_equal(second.runner.read_rows(moved.rows), data)
+    before[:, :, moved.rows] = first.runner.kv[:, :, text.rows]
+    assert torch.equal(second.runner.kv.view(torch.uint8), before.view(torch.uint8))
+    assert second.generate([moved], 20) == first.generate([Text(text.tokens)], 20)
+
+
 def test_padded_vocabulary_is_never_chosen_nor_listed() -> None:
     """Columns of the padding would win everywhere if they were looked at."""
     model = gpt(config(n_vocab_padded=128, tied_head=False))

@@ -637,9 +637,10 @@ class TestFailures:
     def test_b044_failure_of_a_whole_answer_is_a_500(self, serve: Serve) -> None:
         model = FakeModel()
         client = serve(model)
-        model.break_next()
-        assert refused(client, 500)["code"] == "engine_error"
-        assert client.get("/ready").status_code == 200
+        for step in (1, 3):  # at once, and after two tokens
+            model.raises_at = model.runs + step
+            assert refused(client, 500)["code"] == "engine_error"
+            assert client.get("/ready").status_code == 200
 
     def test_b063_numbers_that_are_not_finite_fail_the_request(self, serve: Serve) -> None:
         model = FakeModel()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -140,6 +141,23 @@ def test_b104_what_takes_longer_than_the_grace_time_is_ended(start: Start) -> No
     assert last["error"]["code"] == "shutting_down"
     code, log = process.end()
     assert time.monotonic() - began < 5
+    assert code == 0, log
+    assert "Traceback" not in log
+
+
+def test_b104_a_whole_answer_that_takes_longer_is_a_503(start: Start) -> None:
+    process = start(delay=0.05, grace=0.5)
+    client = process.client()
+    body = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(client.post, "/v1/completions", json=body)
+        wait_until(lambda: "requests_running 1" in client.get("/metrics").text)
+        process.child.send_signal(signal.SIGTERM)
+        response = answer.result()
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert response.json()["error"]["code"] == "shutting_down"
+    code, log = process.end()
     assert code == 0, log
     assert "Traceback" not in log
 

@@ -83,6 +83,7 @@ def test_b137_threads_follow_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for quota, expected in (
         ("200000 100000", 2),
         ("150000 100000", 2),
@@ -93,6 +94,14 @@ def test_b137_threads_follow_affinity_and_quota(
         monkeypatch.setattr("server.settings._cpu_quota", lambda: _cpu_quota(tmp_path))
         assert cpus() == expected
         assert Settings.load().threads == expected
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("0", cpus()), ("", cpus())])
+def test_b137_threads_are_what_omp_num_threads_says(
+    monkeypatch: pytest.MonkeyPatch, said: str, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert Settings.load().threads == threads
 
 
 def test_b137_control_groups_of_version_1(tmp_path: Path) -> None:

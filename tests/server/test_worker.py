@@ -329,6 +329,18 @@ def test_joined_keeps_order_tokens_and_the_end() -> None:
     ]
 
 
+def test_b044_a_patient_reader_gets_no_half_of_an_answer() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(1, patient=True)
+        mailbox.put(delta(0, "x", 1))
+        mailbox.put(Failure("a", "engine_error", "no"))
+        for _ in range(2):
+            with pytest.raises(CallFailed, match="no"):
+                await mailbox.take()
+
+    asyncio.run(main())
+
+
 def test_a_failure_before_anything_came() -> None:
     async def main() -> None:
         mailbox = Mailbox(1, patient=True)
