@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import hashlib
 import json
 import os
 import tempfile
@@ -137,6 +138,14 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Bytes of the longest token: text of n bytes has at least n / longest_token tokens."""
         return max(map(len, self.token_bytes))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same order, and for no others."""
+        digest = hashlib.sha256()
+        for token in self.token_bytes:
+            digest.update(len(token).to_bytes(4, "little") + token)
+        return digest.hexdigest()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`. With `special`, the words `<|endoftext|>` become the control token;

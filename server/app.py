@@ -17,8 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from server.api import cache, completions, errors, models, openapi, operations, tokens
+from server.api import cache, completions, errors, models, openapi, operations, sessions, tokens
+from server.api.keys import KeyFileError, Keys
+from server.api.lines import Lines
 from server.api.middleware import BodyLimit, Exchange, Key, Readiness
+from server.api.register import Register
 from server.api.service import Service
 from server.engine.worker import Engine, State, Worker
 from server.metrics import Metrics
@@ -29,6 +32,7 @@ log = logging.getLogger("onerow")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FLUSH = 1  # seconds for answers to leave after the last call has ended
+SAVE = 60  # seconds for the rows of sessions to be written
 IDLE = 75  # seconds that a connection may wait for its next request; longer than clients keep it
 
 LoadEngine = Callable[[Settings], Engine]
@@ -44,7 +48,9 @@ class App(FastAPI):
 
 
 def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
-    """The application. The engine is loaded, in its own thread, when the application starts."""
+    """The application. The engine is loaded, in its own thread, when the application starts.
+    Raises KeyFileError.
+    """
     worker = Worker(partial(load_engine, settings), settings.max_open)
     metrics = Metrics(worker)
 
@@ -54,7 +60,7 @@ def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
         yield
         await asyncio.to_thread(worker.stop, FLUSH)
 
-    key = settings.api_key.get_secret_value() if settings.api_key else None
+    keys = Keys(settings)
     app = App(
         title="onerow",
         version=VERSION,
@@ -64,14 +70,22 @@ def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
         redoc_url=None,
         middleware=[
             Middleware(Exchange, count=metrics.count),
-            Middleware(Key, key=key),
+            Middleware(Key, keys=keys),
             Middleware(Readiness, worker=worker),
             Middleware(BodyLimit, size=settings.max_body, seconds=settings.body_timeout),
         ],
     )
-    app.state.service = Service(settings, worker, metrics, int(time.time()))
+    app.state.service = Service(
+        settings,
+        worker,
+        metrics,
+        keys,
+        started=int(time.time()),
+        lines=Lines(settings.max_queue),
+        register=Register(worker),
+    )
     errors.install(app)
-    for routes in (completions, models, tokens, cache, operations):
+    for routes in (completions, models, tokens, sessions, cache, operations):
         app.include_router(routes.router)
     return app
 
@@ -83,9 +97,9 @@ class Server(uvicorn.Server):
     the second one ends the process at once. A failed engine ends the server, too.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
         super().__init__(config)
-        self.worker, self.grace = worker, grace
+        self.worker, self.keys, self.grace = service.worker, service.keys, grace
         self.exit_code = 0
         self._deadline: float | None = None  # on the clock of time.monotonic
 
@@ -94,6 +108,8 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        if self.keys.file is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.keys.reload)
         yield
         for number in SIGNALS:
             loop.remove_signal_handler(number)
@@ -134,12 +150,15 @@ def serve(settings: Settings, load_engine: LoadEngine) -> int:
     for name in unknown_variables():
         log.warning("%s is no setting", name)
     try:
+        app = create_app(settings, load_engine)
         bound = bind(settings.host, settings.port)
+    except KeyFileError as error:
+        log.critical("cannot start: api_key_file: %s", error)
+        return 1
     except OSError as error:
         log.critical("cannot listen on %s:%d: %s", settings.host, settings.port, error.strerror)
         return 1
-    app = create_app(settings, load_engine)
-    worker: Worker = app.state.service.worker
+    service: Service = app.state.service
     config = uvicorn.Config(
         app,
         workers=1,  # sessions and rows live in this process
@@ -151,9 +170,10 @@ def serve(settings: Settings, load_engine: LoadEngine) -> int:
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=FLUSH,
     )
-    server = Server(config, worker, settings.grace)
+    server = Server(config, service, settings.grace)
     server.run(sockets=[bound])
-    if not worker.stop(FLUSH):  # in a long step, or still loading: nothing would end it politely
+    # In a long step, or still loading: nothing would end it politely.
+    if not service.worker.stop(SAVE if settings.state_dir else FLUSH):
         logging.shutdown()
         os._exit(server.exit_code)
     return server.exit_code

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from model import checkpoint
+from model.checkpoint import Checkpoint
 from model.config import GPTConfig
 from model.rows import RowPool
 from model.runner import Runner
 from server.engine.engine import Engine
+from server.engine.store import Store
 from server.settings import Settings
 
 log = logging.getLogger("onerow")
@@ -56,10 +58,24 @@ def load_engine(settings: Settings) -> Engine:
         max_running=settings.max_running,
         step_tokens=settings.step_tokens,
         max_sessions=settings.max_sessions,
+        session_ttl=settings.session_ttl,
+        store=open_store(settings, loaded, place.dtype_name),
         name=name,
         root=str(path),
         device=str(place.device),
         dtype=place.dtype_name,
+    )
+
+
+def open_store(settings: Settings, loaded: Checkpoint, dtype: str) -> Store | None:
+    """The state folder, if there is to be one. Rows are good for the very same numbers only."""
+    if settings.state_dir is None:
+        return None
+    return Store(
+        settings.state_dir,
+        model=f"{loaded.fingerprint} {dtype}",
+        tokenizer=loaded.tokenizer.fingerprint,
+        rows_budget=settings.state_rows,
     )
 
 

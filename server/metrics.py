@@ -43,6 +43,8 @@ COUNTERS = {
     "rows_recomputed": ("rows_recomputed_total", "Rows computed again, of those computed."),
     "rows_evicted": ("rows_evicted_total", "Rows of idle sequences that were freed."),
     "preemptions": ("preemptions_total", "Requests that gave up their rows to others."),
+    "sessions_expired": ("sessions_expired_total", "Sessions that nobody used for too long."),
+    "sessions_evicted": ("sessions_evicted_total", "Sessions forgotten for there were too many."),
 }
 
 

@@ -83,6 +83,15 @@ class Settings(BaseSettings):
         ByteSize(512 * 2**20), description="memory for the rows of keys and values"
     )
     max_sessions: Count = Field(1024, description="named sessions; the least recently used goes")
+    session_ttl: Seconds | None = Field(
+        None, description="a session unused for so long is forgotten; without it none is"
+    )
+    state_dir: Path | None = Field(
+        None, description="folder in which named sessions survive a restart"
+    )
+    state_rows: ByteSize = Field(
+        ByteSize(2**30), ge=0, description="most rows, in bytes, to save there at a clean shutdown"
+    )
     max_running: Count = Field(64, description="completions that are computed at the same time")
     step_tokens: Count = Field(
         256, description="tokens computed in one step; at least twice max_running"
@@ -103,6 +112,9 @@ class Settings(BaseSettings):
     )
     api_key: SecretStr | None = Field(
         None, min_length=1, description="the key that callers send; without it anyone may call"
+    )
+    api_key_file: Path | None = Field(
+        None, description="file of further keys, a line `name: key` each; SIGHUP reads it again"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged, and all that is graver"

@@ -15,6 +15,7 @@ from model.rows import RowPool
 from model.step import Draw, Ids, Sampling, TokenScore, Work
 from model.tokenizer import Tokenizer
 from server.engine.engine import Engine
+from server.engine.store import Store
 from server.settings import Settings
 
 BYTES = Tokenizer.from_ranks({bytes([i]): i for i in range(256)}, "bytes")
@@ -123,6 +124,10 @@ def loads(model: FakeModel, *, rows: int = 4096) -> LoadEngine:
             RowPool(rows, ROW_BYTES),
             max_running=settings.max_running,
             step_tokens=settings.step_tokens,
+            max_sessions=settings.max_sessions,
+            session_ttl=settings.session_ttl,
+            store=settings.state_dir
+            and Store(settings.state_dir, model="fake", tokenizer=BYTES.fingerprint),
             name="fake",
             root="/models/fake",
         )

@@ -1,14 +1,35 @@
-"""GET /v1/cache: the rows, and the sessions of whoever asks."""
+"""/v1/cache: the rows, at once and live, and the sessions of whoever asks."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from server.api.errors import try_later
 from server.api.openapi import ALWAYS, errors
-from server.api.schemas import CacheAnswer, CacheTotals, RowCounts, SessionAnswer
-from server.api.service import Service
+from server.api.schemas import (
+    CacheAnswer,
+    CacheTotals,
+    ResetAnswer,
+    RowCounts,
+    RowRunAnswer,
+    RowsAnswer,
+    SessionAnswer,
+    StreamEvent,
+)
+from server.api.service import MAX_LISTENERS, Service
+from server.api.sse import COMMENT, EventStream, event
+from server.engine.rowmap import RowRun
 
 router = APIRouter(tags=["cache"])
+
+INTERVAL = 0.5  # seconds between two looks at the cache
+SILENCE = 15.0  # seconds until a comment shows a listener that the server is there
 
 
 @router.get("/v1/cache", summary="Rows and sessions", responses=errors(*ALWAYS))
@@ -32,16 +53,75 @@ async def cache(request: Request) -> CacheAnswer:
             **{name: getattr(now, f"{name}_total") for name in CacheTotals.model_fields}
         ),
         sessions=[
-            SessionAnswer(
-                id=record.name,
-                tokens=record.tokens,
-                rows=record.rows,
-                bytes=record.bytes,
-                turns=record.turns,
-                created=record.created,
-                last_used=record.last_used,
-            )
+            SessionAnswer.of(record)
             for (tenant, _), record in now.sessions.items()
             if tenant == request.state.tenant
         ],
     )
+
+
+@router.get("/v1/cache/rows", summary="State and owner of every row", responses=errors(*ALWAYS))
+async def rows(request: Request) -> RowsAnswer:
+    """All rows of the pool between two steps, as the caller may see them."""
+    runs = await row_runs(request)
+    return RowsAnswer(total=sum(run.n for run in runs), runs=[answer_of(run) for run in runs])
+
+
+@router.get(
+    "/v1/cache/events",
+    summary="The cache, live",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events, at most two a second: the totals, and the runs of "
+            "rows that have changed since the event before.",
+            "content": {"text/event-stream": {"schema": StreamEvent.model_json_schema()}},
+        },
+        **errors(429, *ALWAYS),
+    },
+)
+async def events(request: Request) -> Response:
+    """An event when something has changed. Nothing is made while nobody listens."""
+    service = Service.of(request)
+    if service.listeners.locked():
+        raise try_later(429, f"{MAX_LISTENERS} are listening already.", "too_many_listeners")
+    await service.listeners.acquire()
+    return EventStream(changes(request), service.listeners.release)
+
+
+async def changes(request: Request) -> AsyncIterator[str]:
+    """The events of one listener: first everything, then what has changed."""
+    known: set[RowRun] = set()
+    before: CacheAnswer | None = None
+    silent_since = time.monotonic()
+    while True:
+        now = await cache(request)
+        if now != before:
+            runs = await row_runs(request)
+            changed = [asdict(run) for run in runs if run not in known]
+            known, before = set(runs), now
+            silent_since = time.monotonic()
+            yield event({**now.model_dump(), "runs": changed})
+        elif time.monotonic() - silent_since > SILENCE:
+            silent_since = time.monotonic()
+            yield COMMENT
+        await asyncio.sleep(INTERVAL)
+
+
+@router.post("/v1/cache/reset", summary="Empty the cache", responses=errors(*ALWAYS))
+async def reset(request: Request) -> ResetAnswer:
+    """Free the caller's idle rows: anonymous sequences are forgotten, sessions keep their tokens.
+    Requests that run keep theirs.
+    """
+    tenant = request.state.tenant
+    dropped = await Service.of(request).worker.ask(lambda engine: engine.reset(tenant))
+    return ResetAnswer(**asdict(dropped))
+
+
+async def row_runs(request: Request) -> list[RowRun]:
+    tenant = request.state.tenant
+    return await Service.of(request).worker.ask(lambda engine: engine.row_runs(tenant))
+
+
+def answer_of(run: RowRun) -> RowRunAnswer:
+    return RowRunAnswer(**asdict(run))

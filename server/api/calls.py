@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,14 +52,22 @@ def check_model(name: str | None, served: Served, settings: Settings) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def make_call(body: CompletionBody, served: Served, settings: Settings, tenant: str) -> Call:
-    """Everything is checked in here; an error is an ApiError that names the field."""
+async def make_call(
+    body: CompletionBody,
+    served: Served,
+    settings: Settings,
+    tenant: str,
+    held: Sequence[int] = (),
+) -> Call:
+    """Everything is checked in here; an error is an ApiError that names the field. `held` are the
+    tokens of a session that the prompt goes on from.
+    """
     check_model(body.model, served, settings)
     _check_fields(body)
     _check_size(body, settings)
     biases = _logit_bias(body, served)
     stop_ids = _stop_ids(body, served)
-    prompts = await _encode_prompts(body.prompt, served)
+    prompts = await _encode_prompts(body.prompt, served, held)
     max_tokens = _max_tokens(body, prompts, served.n_ctx)
     numbers = _numbers(body, prompts, max_tokens)
     name = f"cmpl-{uuid.uuid4().hex}"
@@ -137,6 +146,8 @@ def _check_fields(body: CompletionBody) -> None:
         raise bad_request("stream_options: allowed only with stream", "stream_options")
     if body.session_id is not None and (len(body.prompt) > 1 or body.n > 1):
         raise bad_request("session_id: a session takes one prompt and n = 1", "session_id")
+    if body.session_mode == "append" and body.session_id is None:
+        raise bad_request("session_mode: append needs a session_id", "session_mode")
 
 
 def _check_size(body: CompletionBody, settings: Settings) -> None:
@@ -148,8 +159,12 @@ def _check_size(body: CompletionBody, settings: Settings) -> None:
         raise bad_request(message, "n")
 
 
-async def _encode_prompts(prompts: list[Prompt], served: Served) -> list[list[int]]:
-    """Token ids of every prompt. An empty one, of either form, starts from end-of-text."""
+async def _encode_prompts(
+    prompts: list[Prompt], served: Served, held: Sequence[int]
+) -> list[list[int]]:
+    """Token ids of every prompt, after what its session holds. Where there is nothing at all, the
+    text starts from end-of-text.
+    """
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -160,7 +175,7 @@ async def _encode_prompts(prompts: list[Prompt], served: Served) -> list[list[in
             if len(ids) > served.n_ctx:
                 raise too_long(served.n_ctx, f"but a prompt has {len(ids)} tokens.")
             check_ids(ids, served, "prompt")
-        encoded.append(ids or [served.tokenizer.end_of_text])
+        encoded.append([*held, *ids] or [served.tokenizer.end_of_text])
     return encoded
 
 

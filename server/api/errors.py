@@ -41,7 +41,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
             self.status_code,
             "invalid_request_error" if self.status_code < 500 else "server_error",
         )

@@ -6,7 +6,6 @@ Plain ASGI: Starlette's function style would hide from the routes that a client 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -19,13 +18,16 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import ApiError, shorten
+from server.api.keys import OPERATOR, Keys
 from server.api.service import unavailable
 from server.engine.worker import State, Worker
 
 log = logging.getLogger("onerow")
 
-OPEN = frozenset({"/health", "/ready", "/version"})  # need no key
-PROBES = OPEN | {"/metrics"}  # answer whatever the state, and are logged at the debug level only
+# Answer whatever the state is, and are logged at the debug level only.
+PROBES = frozenset({"/health", "/ready", "/version", "/metrics"})
+DOCUMENTS = frozenset({"/docs", "/openapi.json"})  # nothing of this server is in them
+OPEN = (PROBES - {"/metrics"}) | DOCUMENTS  # need no key
 COMPLETIONS = "/v1/completions"
 
 
@@ -42,7 +44,7 @@ class Exchange:
         state = Request(scope).state
         state.arrived = time.perf_counter()
         state.id = _request_id(Headers(scope=scope))
-        state.tenant = ""
+        state.tenant = OPERATOR
         state.warning = None
         state.outcome = None  # the completions route sets it when it has counted
         status = 0
@@ -96,27 +98,22 @@ def _request_id(headers: Headers) -> str:
 
 
 class Key:
-    """Refuses who does not send the key, before anything of the body is read."""
+    """Finds out who calls, and refuses whom nobody knows before anything of the body is read."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app = app
-        self.key = None if key is None else key.encode()
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not self._allows(scope):
-            message = "Send the API key: Authorization: Bearer KEY."
-            headers = {"WWW-Authenticate": "Bearer"}
-            error = ApiError(401, message, code="invalid_api_key", headers=headers)
-            await error.response(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _allows(self, scope: Scope) -> bool:
-        if self.key is None:
-            return True
-        sent: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = sent.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.key)
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            tenant = self.keys.tenant(dict(scope["headers"]).get(b"authorization", b""))
+            if tenant is None:
+                message = "Send the API key: Authorization: Bearer KEY."
+                headers = {"WWW-Authenticate": "Bearer"}
+                error = ApiError(401, message, code="invalid_api_key", headers=headers)
+                await error.response(scope, receive, send)
+                return
+            Request(scope).state.tenant = tenant
+        await self.app(scope, receive, send)
 
 
 class Readiness:

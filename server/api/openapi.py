@@ -7,20 +7,36 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.api.schemas import Body, CompletionBody, DetokenizeBody, ErrorAnswer, TokenizeBody
+from server.api.schemas import (
+    Body,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorAnswer,
+    NewSessionBody,
+    RewindBody,
+    TokenizeBody,
+)
 
 Responses = dict[int | str, dict[str, Any]]
 
-BODIES: tuple[type[Body], ...] = (CompletionBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[Body], ...] = (
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    NewSessionBody,
+    RewindBody,
+)
 REF = "#/components/schemas/{model}"
 DESCRIPTIONS = {
     400: "A field is wrong; `param` names it.",
     401: "The API key is missing or wrong.",
     404: "There is no such thing; for a model, the message says which is served.",
     408: "The body took too long to arrive.",
+    409: "The name is taken.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many completions are waiting; see Retry-After.",
+    499: "The request was cancelled.",
     500: "The engine or the server failed.",
     503: "The server is loading or shutting down; see Retry-After.",
     504: "The answer took longer than the server's limit.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from server.api.errors import ApiError
+from server.api.keys import OPERATOR
 from server.api.openapi import errors
 from server.api.schemas import StatusAnswer, VersionAnswer
 from server.api.service import Service, unavailable
@@ -39,6 +41,10 @@ async def version() -> VersionAnswer:
 # Not in the OpenAPI document, where FastAPI cannot describe a route of two methods.
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics, as of the engine's last step."""
+    """Prometheus metrics, as of the engine's last step. They count what everyone does, so with
+    named keys they are for the unnamed one alone.
+    """
+    if request.state.tenant != OPERATOR:
+        raise ApiError(403, "Metrics are for the operator: send the key of --api-key.")
     content, content_type = Service.of(request).metrics.render(request.headers.get("accept", ""))
     return Response(content, headers={"Content-Type": content_type})

@@ -18,6 +18,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from server.api.errors import shown
+from server.engine.snapshot import SessionRecord
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -187,8 +188,10 @@ class CompletionBody(Body):
     session_id: str | None = Field(
         None, pattern=SESSION_ID, description="the session whose rows to use and keep (onerow)"
     )
-    session_mode: Literal["match"] = Field(
-        "match", description="the prompt is the whole text (onerow)"
+    session_mode: Literal["match", "append"] = Field(
+        "match",
+        description="match: the prompt is the whole text; append: it goes on from what the session "
+        "holds (onerow)",
     )
 
     # Known to OpenAI or vLLM and not done here: the values that ask for nothing.
@@ -306,6 +309,11 @@ class CompletionAnswer(BaseModel):
     timings: TimingsAnswer
 
 
+class CancelAnswer(BaseModel):
+    id: str
+    cancelled: bool = Field(description="false: it had ended by itself before")
+
+
 class StreamEvent(BaseModel):
     """A server-sent event: `data` is a chunk in JSON, an error in JSON, or [DONE]."""
 
@@ -367,16 +375,82 @@ class CacheTotals(BaseModel):
     preemptions: int
     prompt_tokens: int
     generated_tokens: int
+    sessions_expired: int
+    sessions_evicted: int
 
 
 class SessionAnswer(BaseModel):
     id: str
     tokens: int
     rows: int
+    shared_rows: int = Field(description="of its rows, those that another sequence holds, too")
     bytes: int = Field(description="shared rows counted in full")
     turns: int
+    reused: int = Field(description="prompt tokens of its turns that were not computed")
     created: float
     last_used: float
+    expires: float | None = Field(description="null: never")
+
+    @classmethod
+    def of(cls, record: SessionRecord) -> SessionAnswer:
+        fields = {name: getattr(record, name) for name in cls.model_fields if name != "id"}
+        return cls(id=record.name, **fields)
+
+
+class SessionList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[SessionAnswer]
+
+
+class SessionTextAnswer(SessionAnswer):
+    """A session with what it holds."""
+
+    text: str
+    token_ids: list[int]
+    turn_ends: list[int] = Field(description="tokens after each turn of those that it holds")
+
+
+class NewSessionBody(Body):
+    """POST /v1/sessions and /v1/sessions/{id}/fork."""
+
+    id: str | None = Field(None, pattern=SESSION_ID, description="of the new session; or a new one")
+
+
+class RewindBody(Body):
+    """POST /v1/sessions/{id}/rewind: one of the two."""
+
+    tokens: int | None = Field(None, ge=0, lt=HUGE, description="tokens to keep")
+    turn: int | None = Field(None, ge=0, lt=HUGE, description="turns to keep")
+
+
+class DeletedAnswer(BaseModel):
+    id: str
+    deleted: Literal[True]
+
+
+class ResetAnswer(BaseModel):
+    """What emptying the cache has dropped."""
+
+    rows_freed: int
+    sequences_forgotten: int = Field(description="anonymous ones")
+    sessions_kept: int = Field(description="that had rows: their tokens stay")
+
+
+class RowRunAnswer(BaseModel):
+    """Rows that are alike: `n` of them from `start` on."""
+
+    start: int
+    n: int
+    state: Literal["free", "running", "idle", "other"] = Field(
+        description="other: not free, and not the caller's"
+    )
+    owner: str | None = Field(description="a session, or the call that runs; null: anonymous")
+    holders: int = Field(description="sequences that hold each of the rows; 0 where not to be told")
+
+
+class RowsAnswer(BaseModel):
+    total: int
+    runs: list[RowRunAnswer] = Field(description="all rows, in order, run-length coded")
 
 
 class CacheAnswer(BaseModel):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from server.api.errors import ApiError, try_later
+from server.api.keys import Keys
+from server.api.lines import Lines
+from server.api.register import Register
+from server.engine.sessions import SessionKey
 from server.engine.worker import Served, State, Worker
 from server.metrics import Metrics
 from server.settings import Settings
+
+MAX_LISTENERS = 16  # of /v1/cache/events
 
 
 @dataclass(frozen=True)
@@ -17,12 +24,24 @@ class Service:
     settings: Settings
     worker: Worker
     metrics: Metrics
+    keys: Keys
     started: int  # Unix seconds
+    lines: Lines
+    register: Register
+    listeners: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LISTENERS))
+    turns: dict[SessionKey, str] = field(default_factory=dict)  # the call whose turn it is
 
     @classmethod
     def of(cls, request: Request) -> Service:
         service: Service = request.app.state.service
         return service
+
+    @property
+    def keyed(self) -> bool:
+        """Whether callers are told apart. Each then sees its own sessions and rows, and of all
+        others the total alone.
+        """
+        return self.keys.file is not None
 
     @property
     def served(self) -> Served:

@@ -25,7 +25,7 @@ from server.engine.sequence import (
     Timings,
     Token,
 )
-from server.engine.sessions import Sessions, common_prefix
+from server.engine.sessions import Kept, Reset, Sessions, SessionView, common_prefix
 from server.engine.snapshot import Snapshot
 from server.engine.store import SavedRows, Store
 
@@ -123,12 +123,62 @@ class Engine:
         if self.sessions.store:
             self.sessions.store.commit()
 
-    def close(self, budget: int) -> None:
-        """The end: save rows of named sessions, the last used ones first, up to `budget` bytes."""
+    @property
+    def patience(self) -> float | None:
+        """Seconds that the engine may be left alone for while it has no work; None: for ever."""
+        return self.sessions.patience
+
+    def rest(self) -> None:
+        """What is to be done when nothing else is: sessions expire."""
+        self.sessions.expire()
+        self.commit()
+
+    def session(self, tenant: str, name: str) -> SessionView | None:
+        """A session of the tenant; None if there is none, or not any more."""
+        self.rest()
+        return self.sessions.view(tenant, name)
+
+    def create(self, tenant: str, name: str) -> SessionView | None:
+        """A new, empty session; None if the name is taken."""
+        if self.session(tenant, name):
+            return None
+        self.sessions.create(tenant, name)
+        return self.session(tenant, name)
+
+    def fork(self, tenant: str, name: str, new: str) -> SessionView | None:
+        """A new session with the tokens and the rows of another; None if the new name is taken.
+        Raises KeyError if there is no such session.
+        """
+        kept = self._existing(tenant, name)
+        if self.sessions.get(tenant, new):
+            return None
+        self.sessions.fork(kept, new)
+        return self.session(tenant, new)
+
+    def rewind(self, tenant: str, name: str, n: int) -> SessionView | None:
+        """Cut a session to its first `n` tokens; None if it has fewer. KeyError as for `fork`."""
+        kept = self._existing(tenant, name)
+        if n > len(kept.tokens):
+            return None
+        self.sessions.rewind(kept, n)
+        return self.session(tenant, name)
+
+    def forget(self, tenant: str, name: str) -> bool:
+        """Drop a session; False if there is none."""
+        found = self.sessions.forget(tenant, name)
+        self.commit()
+        return found
+
+    def reset(self, tenant: str | None) -> Reset:
+        """Free all idle rows of a tenant, or of all (None); named sessions keep their tokens."""
+        return self.sessions.reset(tenant)
+
+    def close(self) -> None:
+        """The end: save rows of named sessions, the last used ones first, as far as they may go."""
         store = self.sessions.store
         if store is None:
             return
-        saved = {}
+        saved, budget = {}, store.rows_budget
         for kept in reversed(self.sessions.with_rows()):
             size = len(kept.rows) * self.pool.row_bytes
             if kept.name is not None and size <= budget:
@@ -137,6 +187,13 @@ class Engine:
                 saved[kept.tenant, kept.name] = SavedRows(tokens, self.model.read_rows(kept.rows))
         store.save_rows(saved)
         store.close()
+
+    def _existing(self, tenant: str, name: str) -> Kept:
+        self.sessions.expire()
+        kept = self.sessions.get(tenant, name)
+        if kept is None:
+            raise KeyError(name)
+        return kept
 
     def _load_rows(self, tenant: str, name: str) -> None:
         """Bring back the saved rows of a session, as far as they fit and belong to its tokens."""

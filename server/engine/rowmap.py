@@ -47,7 +47,8 @@ def row_runs(
     edges = np.flatnonzero((np.diff(kind) != 0) | (np.diff(holders) != 0)) + 1
     starts = [0, *edges.tolist()]
     ends = [*edges.tolist(), pool.n_rows]
-    return [
-        RowRun(start, end - start, *owners[kind[start]], int(holders[start]))
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    runs = []
+    for start, end in zip(starts, ends, strict=True):
+        state, owner = owners[kind[start]]
+        runs.append(RowRun(start, end - start, state, owner, int(holders[start])))
+    return runs

@@ -50,6 +50,15 @@ class Kept:
         return as_path(self.tokens[: len(self.rows)])
 
 
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as its owner sees it: the record, the tokens, and where each turn ended."""
+
+    record: SessionRecord
+    tokens: tuple[int, ...]
+    turn_ends: tuple[int, ...]
+
+
 class PrefixIndex:
     """Idle sequences in the order of their tokens: the longest common prefix with any of them
     stands at one of the two neighbours of the place where the tokens would stand.
@@ -129,6 +138,16 @@ class Sessions:
     def get(self, tenant: str, name: str) -> Kept | None:
         return self._named.get((tenant, name))
 
+    def view(self, tenant: str, name: str) -> SessionView | None:
+        kept = self.get(tenant, name)
+        if kept is None:
+            return None
+        return SessionView(self._record(kept), tuple(kept.tokens.tolist()), tuple(kept.turn_ends))
+
+    def create(self, tenant: str, name: str) -> None:
+        """A session that holds nothing yet."""
+        self._use(self._create(tenant, name))
+
     def turn(self, tenant: str, name: str, tokens: Ids, rows: Ids, reused: int = 0) -> None:
         """A session's turn has ended: from now on it holds these tokens and rows, and no others."""
         kept = self._named.get((tenant, name)) or self._create(tenant, name)
@@ -142,29 +161,22 @@ class Sessions:
             self._hold(kept)
         self._use(kept)
 
-    def fork(self, tenant: str, name: str, new: str) -> Kept | None:
-        """A new session with the tokens and the very rows of another; None if there is none."""
-        kept = self._named.get((tenant, name))
-        if kept is None:
-            return None
-        fork = self._create(tenant, new)
+    def fork(self, kept: Kept, new: str) -> None:
+        """A new session with the tokens and the very rows of another."""
+        fork = self._create(kept.tenant, new)
         fork.tokens, fork.rows = kept.tokens, kept.rows.copy()
         fork.n_turns, fork.turn_ends = kept.n_turns, kept.turn_ends.copy()
         self.pool.share(fork.rows)
         if len(fork.rows):
             self._hold(fork)
         self._use(fork)
-        return fork
 
-    def rewind(self, tenant: str, name: str, n: int) -> Kept | None:
+    def rewind(self, kept: Kept, n: int) -> None:
         """Cut a session's tokens to the first `n`, and its rows with them."""
-        kept = self._named.get((tenant, name))
-        if kept is not None:
-            self._trim(kept, min(n, len(kept.rows)))
-            kept.tokens = kept.tokens[:n]
-            kept.turn_ends = [end for end in kept.turn_ends if end < n] + ([n] if n else [])
-            self._use(kept)
-        return kept
+        self._trim(kept, min(n, len(kept.rows)))
+        kept.tokens = kept.tokens[:n]
+        kept.turn_ends = [end for end in kept.turn_ends if end < n] + ([n] if n else [])
+        self._use(kept)
 
     def forget(self, tenant: str, name: str) -> bool:
         """Drop a named session and give back its rows; False if there is none."""
@@ -178,13 +190,17 @@ class Sessions:
             self.store.forget(tenant, name)
         return True
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds until the next session expires; None if none will."""
+        if self.ttl is None or not self._named:
+            return None
+        return max(0.0, next(iter(self._named.values())).last_used + self.ttl - time.time())
+
     def expire(self) -> None:
-        """Forget the sessions that were not used for longer than their time to live."""
-        if self.ttl is None:
-            return
-        oldest = time.time() - self.ttl
-        while self._named and (kept := next(iter(self._named.values()))).last_used < oldest:
-            self.forget(kept.tenant, kept.name or "")
+        """Forget the sessions that have not been used for their time to live."""
+        while self.patience == 0:
+            self.forget(*next(iter(self._named)))
             self.expired += 1
 
     def reset(self, tenant: str | None) -> Reset:

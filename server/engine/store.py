@@ -27,7 +27,8 @@ SCHEMA = 1
 TABLE = """
 create table if not exists sessions (
     tenant text not null, name text not null, tokenizer text not null, tokens blob not null,
-    turn_ends text not null, n_turns integer not null, reused integer not null, created real not null, last_used real not null,
+    turn_ends text not null, n_turns integer not null, reused integer not null,
+    created real not null, last_used real not null,
     primary key (tenant, name)
 ) without rowid
 """
@@ -66,8 +67,11 @@ class Store:
     model are dropped, sessions of another tokenizer are left where they are and not shown.
     """
 
-    def __init__(self, folder: Path, *, model: str, tokenizer: str) -> None:
+    def __init__(
+        self, folder: Path, *, model: str, tokenizer: str, rows_budget: int = 2**30
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.rows_budget = rows_budget  # bytes
         self._rows_file = folder / "rows.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from model.step import Model, Sampling
 from model.tokenizer import Tokenizer
+from server.engine.rowmap import RowRun
 from server.engine.sequence import Delta, Event, Failure, Request
+from server.engine.sessions import Reset, SessionView
 from server.engine.snapshot import Snapshot
 
 log = logging.getLogger("onerow")
+
+T = TypeVar("T")
 
 SLOW = 16  # deltas per choice that may wait for their reader before they are joined
 TOTALS = [field.name for field in fields(Snapshot) if field.name.endswith("_total")]
@@ -48,8 +52,19 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, call: str, /) -> bool: ...
+    @property
+    def patience(self) -> float | None: ...
     def step(self) -> list[Event]: ...
+    def rest(self) -> None: ...
     def snapshot(self) -> Snapshot: ...
+    def session(self, tenant: str, name: str) -> SessionView | None: ...
+    def create(self, tenant: str, name: str) -> SessionView | None: ...
+    def fork(self, tenant: str, name: str, new: str) -> SessionView | None: ...
+    def rewind(self, tenant: str, name: str, n: int) -> SessionView | None: ...
+    def forget(self, tenant: str, name: str) -> bool: ...
+    def reset(self, tenant: str | None) -> Reset: ...
+    def row_runs(self, tenant: str | None) -> list[RowRun]: ...
+    def close(self) -> None: ...
 
 
 class State(StrEnum):
@@ -106,11 +121,19 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Something to do or to look up between two steps; `answer` belongs to the event loop."""
+
+    question: Callable[[Engine], object]
+    answer: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the thread after this step, whatever is left to do."""
 
 
-Message = Submit | Abort | Stop
+Message = Submit | Abort | Ask | Stop
 
 
 class Mailbox:
@@ -173,6 +196,7 @@ class Worker:
         self.open = 0  # choices that were submitted and have not ended
         self._load = load
         self._calls: dict[str, tuple[Mailbox, int]] = {}  # a call and its open choices
+        self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -201,6 +225,20 @@ class Worker:
         self._inbox.put(Abort(call))
         return True
 
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """Have the thread call `question` between two steps, and raise what it raises; Unavailable
+        if the engine has failed.
+        """
+        answer: asyncio.Future[T] = self._loop.create_future()
+        if self.state is State.FAILED:
+            raise Unavailable(self.state)
+        self._asked.add(answer)
+        self._inbox.put(Ask(question, answer))
+        try:
+            return await answer
+        finally:
+            self._asked.discard(answer)
+
     def drain(self) -> None:
         """Take no new work from now on."""
         if self.state is not State.FAILED:
@@ -210,11 +248,16 @@ class Worker:
     def idle(self) -> bool:
         return not self._calls
 
+    def end(self, call: str, code: str, message: str) -> None:
+        """End an open call with a failure; one that is not open any more stays as it is."""
+        if call in self._calls:
+            self._inbox.put(Abort(call))
+            self._deliver([Failure(call, code, message)])
+
     def end_all(self, code: str, message: str) -> None:
         """End every open call with a failure."""
         for call in list(self._calls):
-            self._inbox.put(Abort(call))
-            self._deliver([Failure(call, code, message)])
+            self.end(call, code, message)
 
     def stop(self, timeout: float) -> bool:
         """End the thread after the step that it is in. False if that takes longer."""
@@ -248,6 +291,9 @@ class Worker:
     def _failed(self) -> None:
         self.state = State.FAILED
         self.end_all("engine_error", "The engine has failed.")
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(Unavailable(self.state))
 
     # From here on: the thread.
 
@@ -268,6 +314,7 @@ class Worker:
                 self._publish(engine, before)
                 if events:
                     self._post(self._deliver, events)
+            engine.close()
         except BaseException:
             log.critical("the engine failed", exc_info=True)
             self._post(self._failed)
@@ -276,9 +323,13 @@ class Worker:
         """Do what the messages say; wait for one while there is no other work. False to stop."""
         while True:
             try:
-                message = self._inbox.get(block=not engine.has_work)
+                message = self._inbox.get(not engine.has_work, engine.patience)
             except queue.Empty:
-                return True
+                if engine.has_work:
+                    return True
+                engine.rest()
+                self._publish(engine, before)
+                continue
             match message:
                 case Submit(requests):
                     engine.submit(requests)
@@ -286,6 +337,13 @@ class Worker:
                     engine.abort(call)
                     if not engine.has_work:
                         self._publish(engine, before)
+                case Ask(question, answer):
+                    try:
+                        found = partial(answer.set_result, question(engine))
+                    except Exception as error:  # it is the asker's, not the engine's
+                        found = partial(answer.set_exception, error)
+                    self._publish(engine, before)
+                    self._post(_answer, answer, found)
                 case Stop():
                     return False
 
@@ -298,6 +356,11 @@ class Worker:
             self._loop.call_soon_threadsafe(method, *args)
         except RuntimeError:  # the loop has ended, and with it everyone who would listen
             log.debug("nobody listens to the engine any more")
+
+
+def _answer(answer: asyncio.Future[Any], found: Callable[[], None]) -> None:
+    if not answer.done():  # whoever asked may have left
+        found()
 
 
 def served(engine: Engine) -> Served:

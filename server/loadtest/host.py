@@ -32,6 +32,7 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
     home = str(Path(server.__file__).parent.parent)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ONEROW_")}
     command = [sys.executable, "-P", "-m", "server", "serve", "--host=127.0.0.1", f"--port={port}"]
+    command.append("--log-level=error")  # so that its last words are the reason
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [*command, *arguments],

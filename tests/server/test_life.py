@@ -241,3 +241,33 @@ def test_the_log_has_one_line_per_request_and_no_text(start: Start) -> None:
     assert "secret" not in log
     assert "\nforged" not in log
     assert "/health" not in log
+
+
+def test_sighup_reads_the_keys_again_and_ends_nothing(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann: ann-key-0123456789\n")
+    process = start(delay=0.02, api_key_file=str(file))
+    client = process.client()
+    ann, eve = ({"Authorization": f"Bearer {name}-key-0123456789"} for name in ("ann", "eve"))
+    body = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body, headers=ann) as response:
+        parts = response.iter_text()
+        first = next(parts)
+        for text in ("nonsense\n", "eve: eve-key-0123456789\n"):
+            assert client.get("/v1/models", headers=ann).is_success
+            file.write_text(text)
+            process.child.send_signal(signal.SIGHUP)
+        wait_until(lambda: client.get("/v1/models", headers=eve).is_success)
+        assert client.get("/v1/models", headers=ann).status_code == 401
+        assert events(first + "".join(parts))[-1] == "[DONE]"
+    process.child.send_signal(signal.SIGTERM)
+    code, log = process.end()
+    assert code == 0, log
+    assert "key-0123" not in log
+
+
+def test_a_broken_key_file_stops_the_start_in_one_line(start: Start, tmp_path: Path) -> None:
+    code, log = start(api_key_file=str(tmp_path / "none")).end()
+    assert code == 1
+    assert f"cannot start: api_key_file: {tmp_path / 'none'}: No such file" in log
+    assert log.count("\n") == 1

@@ -91,6 +91,22 @@ class TestDisconnect:
         wait_until(lambda: gone(live))
         assert live.outcomes() == {"cancelled": 4}
 
+    def test_b014_while_waiting_for_its_session(self, serve_live: ServeLive) -> None:
+        live = serve_live(slow())
+        first = live.send(**LONG, stream=True, session_id="s")
+        wait_until(lambda: live.snapshot.running == 1)
+        others = [live.send(**LONG, stream=s, session_id="s") for s in (True, False)]
+        lines = live.app.state.service.lines
+        wait_until(lambda: lines.waiting == 2)
+        for connection in others:
+            connection.close()
+        wait_until(lambda: lines.waiting == 0)
+        assert live.snapshot.running == 1
+        first.close()
+        assert live.complete(prompt="ab", max_tokens=2, session_id="s").is_success
+        wait_until(lambda: gone(live))
+        assert live.outcomes() == {"cancelled": 3, "length": 1}
+
     def test_b052_in_prefill(self, serve_live: ServeLive) -> None:
         model = slow(0.03)
         live = serve_live(model, max_running=1, step_tokens=2)

@@ -26,6 +26,7 @@ from tests.server.engine.helpers import (
 )
 
 N_CTX = 24
+STATES = ("free", "idle", "running")
 WORDS = [ids(word) for word in ("aaaa", "ab", "b", "é日", b"\xe6", "abcabc")] + [(END,)]
 PROMPTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(
     lambda words: tuple(sum(words, ()))[: N_CTX - 1]
@@ -110,6 +111,34 @@ class EngineMachine(RuleBasedStateMachine):
         known = (tenant, session) in self.engine.snapshot().sessions
         assert self.engine.sessions.forget(tenant, session) is known
 
+    @precondition(lambda self: self.engine.snapshot().sessions)
+    @rule(data=st.data(), new=st.sampled_from("uv"))
+    def fork(self, data: st.DataObject, new: str) -> None:
+        """The same tokens and the very same rows."""
+        tenant, session = data.draw(st.sampled_from(sorted(self.engine.snapshot().sessions)))
+        taken = (tenant, new) in self.engine.snapshot().sessions
+        rows = self.engine.pool.free
+        assert (self.engine.fork(tenant, session, new) is None) is taken
+        if not taken:
+            self.held[tenant, new] = self.held[tenant, session]
+            assert self.engine.pool.free >= rows
+
+    @precondition(lambda self: self.engine.snapshot().sessions)
+    @rule(data=st.data(), n=st.integers(0, N_CTX))
+    def rewind(self, data: st.DataObject, n: int) -> None:
+        tenant, session = data.draw(st.sampled_from(sorted(self.engine.snapshot().sessions)))
+        possible = n <= len(self.held[tenant, session])
+        assert (self.engine.rewind(tenant, session, n) is not None) is possible
+        if possible:
+            self.held[tenant, session] = self.held[tenant, session][:n]
+
+    @rule(tenant=st.sampled_from([None, "one", "other"]))
+    def reset(self, tenant: str | None) -> None:
+        idle, free = self.engine.pool.idle, self.engine.pool.free
+        dropped = self.engine.reset(tenant)
+        assert self.engine.pool.free == free + dropped.rows_freed
+        assert tenant is not None or (dropped.rows_freed == idle and self.engine.pool.idle == 0)
+
     @precondition(lambda self: self.engine.has_work)
     @rule(fault=st.sampled_from(["broken", "nan"]))
     def fail(self, fault: str) -> None:
@@ -129,6 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         if hasattr(self, "engine"):
             check(self.engine)
+            self._rows_are_listed_exactly()
             snapshot = self.engine.snapshot()
             for tenant, session in snapshot.sessions:
                 held = session_tokens(self.engine, session, tenant)
@@ -149,6 +179,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.everything_adds_up()
         self._answers_are_right()
         self._nothing_is_left()
+
+    def _rows_are_listed_exactly(self) -> None:
+        pool, runs = self.engine.pool, self.engine.row_runs(None)
+        assert [run.start for run in runs] == [0, *(run.start + run.n for run in runs[:-1])]
+        counts = {state: sum(r.n for r in runs if r.state == state) for state in STATES}
+        assert counts == {"free": pool.free, "idle": pool.idle, "running": pool.running}
+        assert sum(run.n for run in runs if run.holders > 1) == pool.shared
+        for record in self.engine.sessions.records().values():
+            assert record.shared_rows <= record.rows
+        if len(runs) > 1:  # another tenant is told what is not free, and no more
+            foreign = self.engine.row_runs("nobody")
+            assert {(run.state, run.owner, run.holders) for run in foreign} <= {
+                ("free", None, 0),
+                ("other", None, 0),
+            }
+            assert sum(run.n for run in foreign if run.state == "free") == pool.free
 
     def _ended(self, key: tuple[str, int]) -> bool:
         answer = self.client.answers[key]
