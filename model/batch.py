@@ -20,39 +20,37 @@ PADDING = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed tokens of a step. Work of one token comes first, shortest first; `order` says which
-    work each packed span belongs to, `ends` (len(work),) where that span ends in the packed tokens.
+    """Packed tokens of a step. Work of one token comes first, shortest first; `spans[i]` is where
+    the tokens of work i lie.
     """
 
     tokens: Tensor  # (T,)
     positions: Tensor  # (T,)
     plan: Plan
-    order: list[int]
-    ends: NDArray[np.int64]
+    spans: list[slice]
 
 
 def pack(work: Sequence[Work], device: torch.device) -> Batch:
-    """Pack the tokens of `work` and plan its attention."""
+    """Pack the tokens of `work`, at least one each, and plan its attention."""
     order = sorted(range(len(work)), key=lambda i: (_span(work[i]) > 1, work[i].end))
-    spans = [work[i] for i in order]
-    ends = np.cumsum([_span(w) for w in spans])
-    singles = sum(_span(w) == 1 for w in spans)
-    groups = [
-        _decode_group(spans[a:b], a, device) for a, b in _cuts([w.end for w in spans[:singles]])
-    ]
+    packed = [work[i] for i in order]
+    ends = np.cumsum([_span(w) for w in packed]).tolist()
+    singles = sum(_span(w) == 1 for w in packed)
+    cuts = _cuts([w.end for w in packed[:singles]])
+    groups = [_decode_group(packed[a:b], a, device) for a, b in cuts]
     groups += [
-        _chunk_group(w, int(end), device)
-        for w, end in zip(spans[singles:], ends[singles:], strict=True)
+        _chunk_group(w, end, device)
+        for w, end in zip(packed[singles:], ends[singles:], strict=True)
     ]
+    spans = {i: slice(end - _span(work[i]), end) for i, end in zip(order, ends, strict=True)}
     return Batch(
-        tokens=_tensor(np.concatenate([w.tokens[w.start :] for w in spans]), device),
-        positions=_tensor(np.concatenate([np.arange(w.start, w.end) for w in spans]), device),
+        tokens=_tensor(np.concatenate([w.tokens[w.start :] for w in packed]), device),
+        positions=_tensor(np.concatenate([np.arange(w.start, w.end) for w in packed]), device),
         plan=Plan(
-            write=_tensor(np.concatenate([w.rows[w.start :] for w in spans]), device),
+            write=_tensor(np.concatenate([w.rows[w.start :] for w in packed]), device),
             groups=tuple(groups),
         ),
-        order=order,
-        ends=ends,
+        spans=[spans[i] for i in range(len(work))],
     )
 
 

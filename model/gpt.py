@@ -68,6 +68,13 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def _embedding(n: int, width: int) -> nn.Embedding:
+    """An embedding that is not filled yet: to draw its numbers, which a checkpoint replaces, takes
+    a second of every start.
+    """
+    return nn.Embedding(n, width, _weight=torch.empty(n, width))
+
+
 class Block(nn.Module):
     """Attention, then FFN, each added to the stream.
 
@@ -99,8 +106,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.n_vocab_padded, config.d_model)
-        self.wpe = nn.Embedding(config.n_ctx, config.d_model)
+        self.wte = _embedding(config.n_vocab_padded, config.d_model)
+        self.wpe = _embedding(config.n_ctx, config.d_model)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         # The first GPT's stream leaves its last block normalised.
         self.ln_f = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model import attention, sampler
 from model.attention import PooledAttention
-from model.batch import Batch, pack
+from model.batch import pack
 from model.gpt import GPT
 from model.step import Draw, Ids, TokenScore, Work
 
@@ -44,13 +44,18 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Draw]:
-        """Compute the rows of every Work and draw where asked; one Draw each, in order."""
+        """Compute the rows of every Work and draw where asked; one Draw each, in order. Work whose
+        numbers are not finite fails alone, in the step that made them: nobody shares its rows.
+        """
         batch = pack(work, self.device)
         attend = PooledAttention(self.backend, self.kv, batch.plan)
         hidden = self.model(batch.tokens, batch.positions, attend)
-        draws = [Draw() for _ in work]
-        self._draw(hidden, work, batch, draws)
-        self._score(hidden, work, batch, draws)
+        draws = self._draw(hidden, work, batch.spans)
+        self._score(hidden, work, batch.spans, draws)
+        finite = torch.isfinite(hidden).all(dim=-1)
+        if not finite.all():
+            for draw, span in zip(draws, batch.spans, strict=True):
+                draw.failed |= not finite[span].all()
         return draws
 
     @torch.inference_mode()
@@ -71,31 +76,28 @@ class Runner:
     def _index(self, rows: Ids) -> Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
-    def _draw(self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]) -> None:
+    def _draw(self, hidden: Tensor, work: Sequence[Work], spans: Sequence[slice]) -> list[Draw]:
         """Next tokens: logits of the last row of each work that asks for one."""
-        asked = [
-            (i, end - 1) for i, end in zip(batch.order, batch.ends, strict=True) if _asks(work[i])
-        ]
-        if not asked:
-            return
-        last = torch.tensor([row for _, row in asked], device=self.device)
-        logits = self.model.logits(hidden[last])
-        for (i, _), draw in zip(
-            asked, sampler.sample(logits, [work[i] for i, _ in asked]), strict=True
-        ):
-            draws[i] = draw
+        draws = [Draw() for _ in work]
+        asking = [i for i, w in enumerate(work) if w.sampling is not None]
+        if asking:
+            last = torch.tensor([spans[i].stop - 1 for i in asking], device=self.device)
+            drawn = sampler.sample(self.model.logits(hidden[last]), [work[i] for i in asking])
+            for i, draw in zip(asking, drawn, strict=True):
+                draws[i] = draw
+        return draws
 
-    def _score(self, hidden: Tensor, work: Sequence[Work], batch: Batch, draws: list[Draw]) -> None:
+    def _score(
+        self, hidden: Tensor, work: Sequence[Work], spans: Sequence[slice], draws: Sequence[Draw]
+    ) -> None:
         """Log-probabilities of known tokens, for work that wants its prompt scored."""
-        for i, end in zip(batch.order, batch.ends, strict=True):
-            w = work[i]
+        for w, span, draw in zip(work, spans, draws, strict=True):
             if w.score is None or w.targets is None:
                 continue
-            first = end - (w.end - w.start)
             targets = torch.from_numpy(w.targets).long().to(self.device)
-            scores = self._score_rows(hidden[first : first + len(targets)], targets, w.score)
-            draws[i].prompt_scores = scores
-            draws[i].failed |= not all(math.isfinite(s.logprob) for s in scores)
+            scores = self._score_rows(hidden[span][: len(targets)], targets, w.score)
+            draw.prompt_scores = scores
+            draw.failed |= not all(math.isfinite(s.logprob) for s in scores)
 
     def _score_rows(self, hidden: Tensor, targets: Tensor, n: int) -> list[TokenScore]:
         parts = zip(hidden.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
@@ -105,7 +107,3 @@ class Runner:
             if len(wanted)
             for token_score in sampler.score(self.model.logits(part), wanted, [n] * len(wanted))
         ]
-
-
-def _asks(work: Work) -> bool:
-    return work.sampling is not None

@@ -45,17 +45,16 @@ def test_a_query_sees_the_rows_of_its_own_sequence_up_to_its_own(
 
     pool[0, written], pool[1, written] = k, v
     keys, values = pool.numpy()
-    place = 0
-    for i in packed.order:
-        for position in range(batch[i].start, batch[i].end):
-            seen = batch[i].rows[: position + 1]
+    for work, span in zip(batch, packed.spans, strict=True):
+        for place, position in zip(
+            range(span.start, span.stop), range(work.start, work.end), strict=True
+        ):
+            seen = work.rows[: position + 1]
             for head in range(4):
                 kv_head = head // (4 // n_kv_head)
                 scores = keys[seen, kv_head] @ q[place, head].numpy() / math.sqrt(D_HEAD)
                 expected = softmax(scores) @ values[seen, kv_head]
                 np.testing.assert_allclose(out[place, head].numpy(), expected, atol=1e-5)
-            place += 1
-    assert place == len(q)
 
 
 def test_rows_of_another_type_than_the_network_are_rounded_and_read() -> None:

@@ -29,15 +29,13 @@ def batch(spans: list[tuple[int, int]]) -> list[Work]:
 def test_each_sequence_finds_its_tokens_positions_and_rows(spans: list[tuple[int, int]]) -> None:
     work = batch(spans)
     packed = pack(work, CPU)
-    assert sorted(packed.order) == list(range(len(work)))
-    first = 0
-    for i, end in zip(packed.order, packed.ends.tolist(), strict=True):
-        w, span = work[i], slice(first, end)
+    for w, span in zip(work, packed.spans, strict=True):
         assert packed.tokens[span].tolist() == w.tokens[w.start :].tolist()
         assert packed.positions[span].tolist() == list(range(w.start, w.end))
         assert packed.plan.write[span].tolist() == w.rows[w.start :].tolist()
-        first = end
-    assert first == len(packed.tokens) == sum(n for _, n in spans)
+    covered = sorted(i for span in packed.spans for i in range(span.start, span.stop))
+    assert covered == list(range(len(packed.tokens)))
+    assert len(covered) == sum(n for _, n in spans)
 
 
 @settings(deadline=None, max_examples=100)
@@ -47,7 +45,9 @@ def test_each_query_sees_its_own_rows_and_padding_is_its_own(spans: list[tuple[i
     hides belongs to the same sequence, so that no poison of others can be read."""
     work = batch(spans)
     packed = pack(work, CPU)
-    owner = [i for i in packed.order for _ in range(spans[i][1])]
+    owner = {
+        query: i for i, span in enumerate(packed.spans) for query in range(len(packed.tokens))[span]
+    }
     positions = packed.positions.tolist()
     covered = []
     for group in packed.plan.groups:
