@@ -101,7 +101,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with learned positions; the names are GPT-2's own."""
+    """A decoder-only transformer with learned positions; the names are GPT-2's own. A new one holds
+    no numbers yet: `initialise` it, or load a checkpoint into it.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -33,10 +33,10 @@ MEASURE_EVERY = 1000  # steps
 class Recipe:
     """Every number of a training run. Learning rates are peaks; `tokens` sets the length."""
 
-    tokens: int = 24_000_000
+    tokens: int = 23_300_000
     rows_per_step: int = 8
-    muon_lr: float = 4e-3
-    adam_lr: float = 4e-3
+    muon_lr: float = 5e-3
+    adam_lr: float = 5e-3
     weight_decay: float = 0.1
     warm_up: float = 0.02
     decay: float = 0.5
