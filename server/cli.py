@@ -288,6 +288,7 @@ def bench(
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of our server")] = None,
     context: Annotated[list[int] | None, typer.Option(min=1, help=CONTEXT_HELP)] = None,
     tokens: Annotated[int, typer.Option(min=2, help="tokens generated in each completion")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="completions per context and arm")] = 5,
@@ -304,7 +305,7 @@ def bench(
     from server.loadtest.measurement import measure
     from server.loadtest.workload import trials
 
-    own = {"model": model, "device": device, "dtype": dtype}
+    own = {"model": model, "device": device, "dtype": dtype, "threads": threads}
     _settings(**own)  # what the server would refuse is refused here, with its words
     flags = [f"--{name}={value}" for name, value in own.items() if value is not None]
     if url and flags:
@@ -326,7 +327,7 @@ def bench(
     conditions = {
         "onerow": VERSION,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "server": url or "own",
+        "server": url or " ".join(["onerow serve", *flags]),
         "model": name,
         "window": window,
         "tokens": tokens,

@@ -42,6 +42,7 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, not at once
         try:
             if not _ready(url, process):
                 output.seek(0)
@@ -50,6 +51,7 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             yield url
         finally:
             _stop(process)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from model.config import PRESETS, GPTConfig
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
 from server.cli import app
+from server.loadtest.client import Client, ServerError
+from server.loadtest.host import own_server
 from server.settings import Settings
 from server.version import VERSION
 
@@ -91,7 +94,13 @@ class TestCommand:
         assert done.stdout == f"onerow {VERSION}\n"
 
 
-SAMPLE = {"step_tokens": "300", "device": "cpu", "dtype": "bfloat16", "log_level": "debug"}
+SAMPLE = {
+    "step_tokens": "300",
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "log_level": "debug",
+    "log_format": "json",
+}
 
 
 class TestServe:
@@ -387,6 +396,22 @@ class TestBench:
         assert summary["failures"] == 0
         assert len(samples) == 2 * 2 * 2
         assert "ratio" in result.stdout
+
+    def test_the_end_of_the_test_is_the_end_of_its_server(self, tiny: str) -> None:
+        """SIGTERM is taken as Ctrl-C is, so that no server is left behind."""
+        before, addresses = signal.getsignal(signal.SIGTERM), []
+
+        def interrupted() -> None:
+            with own_server([f"--model={tiny}", "--device=cpu"]) as address:
+                addresses.append(address)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert signal.getsignal(signal.SIGTERM) is before
+        with Client(addresses[0]) as client, pytest.raises(ServerError):
+            client.model()
 
     def test_a_server_that_does_not_start(self, tmp_path: Path) -> None:
         result = self.bench("--model", str(tmp_path / "nothing"))

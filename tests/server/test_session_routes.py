@@ -33,7 +33,7 @@ def text(answer: Json) -> str:
 
 
 def append(client: TestClient, prompt: str, n: int = 3, **options: object) -> Json:
-    return turn(client, prompt, n, session_mode="append", **options)
+    return turn(client, prompt, n, "s", session_mode="append", **options)
 
 
 def read(client: TestClient, session: str = "s") -> Json:
