@@ -74,7 +74,7 @@ class Store:
         self.rows_budget = rows_budget  # bytes
         self._rows_file = folder / "rows.safetensors"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = sqlite3.connect(
                 folder / "sessions.sqlite3", timeout=0.0, isolation_level=None
             )
