@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def compose_command() -> list[str]:
     pytest.skip("neither `docker compose` nor `docker-compose` is installed")
 
 
+@cache
 def services(*profiles: str) -> dict[str, Any]:
     """The services of the compose file as compose itself resolves them."""
     chosen = [word for profile in profiles for word in ("--profile", profile)]
@@ -43,7 +45,12 @@ def services(*profiles: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
-    return found
+    # The predecessor shows all services, whatever profiles are chosen.
+    return {
+        name: service
+        for name, service in found.items()
+        if not service.get("profiles") or set(profiles) & set(service["profiles"])
+    }
 
 
 def seconds(duration: str) -> int:
@@ -90,6 +97,87 @@ def test_a_service_is_given_time(name: str) -> None:
     assert "/ready" in service["healthcheck"]["test"][-1]
     assert seconds(service["healthcheck"]["start_period"]) >= 60
     assert seconds(service["stop_grace_period"]) > Settings().grace + 10
+
+
+def test_no_service_is_there_twice() -> None:
+    """`docker compose` would refuse the file; its predecessor and PyYAML take the last one."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    block = text.partition("\nservices:\n")[2].partition("\nvolumes:\n")[0]
+    names = re.findall(r"^  ([\w-]+):$", block, re.MULTILINE)
+    assert sorted(names) == sorted(services("gpu", "monitoring"))
+
+
+class TestMonitoring:
+    def test_it_comes_on_request_and_with_the_server(self) -> None:
+        found = services("monitoring")
+        assert set(found) == {"onerow", "prometheus", "grafana"}
+        for name in ("prometheus", "grafana"):
+            assert found[name]["profiles"] == ["monitoring"]
+
+    @pytest.mark.parametrize("name", ["prometheus", "grafana"])
+    def test_a_service_is_confined(self, name: str) -> None:
+        """A version that stays, loopback, no root, nothing of ours writable."""
+        service = services("monitoring")[name]
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
+        assert "127.0.0.1" in json.dumps(service["ports"])
+        assert service["user"] in ("65534:65534", "472:0"), "the user of the image"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["healthcheck"]["test"][0] == "CMD"
+        for target, (source, readonly) in mounts(service).items():
+            assert readonly or source == "prometheus"
+            assert source in ("prometheus", "/dev/null") or Path(source).exists(), target
+
+    def test_prometheus_finds_its_files_and_either_server(self) -> None:
+        service = services("monitoring")["prometheus"]
+        config = yaml.safe_load((ROOT / "docs/monitoring/prometheus.yml").read_text())
+        [job] = config["scrape_configs"]
+        key = Path("/etc/prometheus") / job["authorization"]["credentials_file"]
+        assert {"/etc/prometheus/prometheus.yml", str(key), "/prometheus"} == set(mounts(service))
+        assert "--config.file=/etc/prometheus/prometheus.yml" in service["command"]
+        assert "--storage.tsdb.path=/prometheus" in service["command"]
+        [[target]] = [entry["targets"] for entry in job["static_configs"]]
+        assert target == "onerow:8000"
+        for server in services("gpu").values():
+            assert server["networks"]["default"]["aliases"] == ["onerow"]
+
+    def test_grafana_finds_its_files_and_prometheus(self) -> None:
+        service = services("monitoring")["grafana"]
+        folders = set(mounts(service))
+        [provider] = read("provider.yml")["providers"]
+        assert provider["options"]["path"] in folders
+        assert "/etc/grafana/provisioning/datasources" in folders
+        [source] = read("prometheus.yml")["datasources"]
+        assert source["url"] == "http://prometheus:9090"
+        config = yaml.safe_load((ROOT / "docs/monitoring/prometheus.yml").read_text())
+        assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
+
+    def test_nobody_logs_in_to_grafana(self) -> None:
+        environment = services("monitoring")["grafana"]["environment"]
+        assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+        assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+        assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+        assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+        assert not [name for name in environment if "PASSWORD" in name]
+
+
+def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Source of each mount and whether it is read-only, as both forms of compose put it."""
+    found = {}
+    for volume in service["volumes"]:
+        if isinstance(volume, str):
+            source, target, mode = volume.split(":")
+            found[target] = source, mode == "ro"
+        else:
+            found[volume["target"]] = volume["source"], volume.get("read_only", False)
+    return found
+
+
+def read(name: str) -> dict[str, Any]:
+    [file] = (ROOT / "docs/monitoring/grafana").glob(f"*/{name}")
+    content: dict[str, Any] = yaml.safe_load(file.read_text())
+    return content
 
 
 def test_settings_in_the_environment_exist() -> None:
