@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model import attention, sampler
+from model import attention, inspection, sampler
 from model.attention import PooledAttention
 from model.batch import pack
 from model.gpt import GPT
-from model.step import Draw, Ids, TokenScore, Work
+from model.step import Draw, Ids, Inspection, TokenScore, Work
 
 # Scoring a prompt needs logits of every row; they are made a few at a time, because those of a
 # thousand rows of GPT-2's vocabulary are 200 MB.
@@ -39,6 +39,7 @@ class Runner:
         self.backend = backend
         self.device = model.wte.weight.device
         self.n_ctx, self.n_vocab = c.n_ctx, c.n_vocab
+        self.n_layer, self.n_head = c.n_layer, c.n_head
         shape = (c.n_layer, 2, n_rows + 1, c.n_kv_head, c.d_head)
         self.kv = torch.empty(shape, dtype=kv_dtype, device=self.device)
 
@@ -72,6 +73,10 @@ class Runner:
         picked = torch.from_numpy(data).to(self.device).view(self.kv.dtype)
         picked = picked.view(len(rows), n_layer, two, n_kv_head, d_head).movedim(0, 2)
         self.kv[:, :, self._index(rows)] = picked
+
+    def inspect(self, tokens: Sequence[int], layer: int, head: int) -> Inspection:
+        """What a head looks at. Computed beside the pool, whose rows stay as they are."""
+        return inspection.inspect(self.model, tokens, layer, head)
 
     def _index(self, rows: Ids) -> Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)

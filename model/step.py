@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -76,11 +77,36 @@ class Draw:
     failed: bool = False
 
 
+class MatrixShape(NamedTuple):
+    """A matrix of the attention of one head: its shape when all rows are computed, and when the
+    last one is.
+    """
+
+    name: str
+    meaning: str
+    uncached: tuple[int, ...]
+    cached: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One head over a text of T tokens. `scores` (T, T) are Q Kᵀ / √d before the mask, `weights`
+    (T, T) after mask and softmax; `row` (T,) is the last row of weights, computed by itself.
+    """
+
+    scores: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    row: NDArray[np.float32]
+    shapes: list[MatrixShape]
+
+
 class Model(Protocol):
     """What the engine needs of a model: the runner, or a fake with chosen answers in tests."""
 
     n_ctx: int
     n_vocab: int
+    n_layer: int
+    n_head: int
 
     def run(self, work: list[Work]) -> list[Draw]:
         """Compute every Work; one Draw each, in order. May raise: the whole step is then lost."""
@@ -92,4 +118,8 @@ class Model(Protocol):
 
     def write_rows(self, rows: Ids, data: NDArray[np.uint8]) -> None:
         """Put back what `read_rows` gave, into other rows or in another process."""
+        ...
+
+    def inspect(self, tokens: Sequence[int], layer: int, head: int) -> Inspection:
+        """What a head looks at, between two steps; no row of the pool is read or written."""
         ...

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.rows import RowPool
-from model.step import Draw, Ids, Sampling, TokenScore, Work
+from model.step import Draw, Ids, Inspection, MatrixShape, Sampling, TokenScore, Work
 from model.tokenizer import Tokenizer
 from server.engine.engine import Engine
 from server.engine.store import Store
@@ -32,6 +32,8 @@ class FakeModel:
 
     n_ctx: int = N_CTX
     n_vocab: int = BYTES.n_vocab
+    n_layer: int = 3
+    n_head: int = 2
     delay: float = 0.0  # seconds that a step takes
     raises_at: int | None = None
     nan_at: int | None = None
@@ -63,6 +65,15 @@ class FakeModel:
 
     def write_rows(self, rows: Ids, data: NDArray[np.uint8]) -> None:
         assert data.shape == (len(rows), ROW_BYTES)
+
+    def inspect(self, tokens: Sequence[int], layer: int, head: int) -> Inspection:
+        """Each token looks at itself and those before it alike; scores name layer and head."""
+        n = len(tokens)
+        weights = (
+            np.tril(np.ones((n, n), np.float32)) / np.arange(1, n + 1, dtype=np.float32)[:, None]
+        )
+        scores = np.full((n, n), 10 * layer + head, np.float32)
+        return Inspection(scores, weights, weights[-1], [MatrixShape("Q", "", (n, 4), (1, 4))])
 
     def break_next(self) -> None:
         self.raises_at = self.runs + 1
@@ -111,6 +122,12 @@ def choose(
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), uniform, side="right"))
 
 
+def store_of(settings: Settings) -> Store | None:
+    if settings.state_dir is None:
+        return None
+    return Store(settings.state_dir, model="fake", tokenizer=BYTES.fingerprint)
+
+
 LoadEngine = Callable[[Settings], Engine]
 
 
@@ -126,8 +143,7 @@ def loads(model: FakeModel, *, rows: int = 4096) -> LoadEngine:
             step_tokens=settings.step_tokens,
             max_sessions=settings.max_sessions,
             session_ttl=settings.session_ttl,
-            store=settings.state_dir
-            and Store(settings.state_dir, model="fake", tokenizer=BYTES.fingerprint),
+            store=store_of(settings),
             name="fake",
             root="/models/fake",
         )

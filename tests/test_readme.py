@@ -33,7 +33,7 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("block", CURL)
 def test_curl(block: str, address: str) -> None:
     assert ADDRESS in block
-    command = block.replace(ADDRESS, address).replace("curl ", "curl --fail --silent ", 1)
+    command = block.replace(ADDRESS, address).replace("curl ", "curl --fail --silent ")
     done = subprocess.run(command, shell=True, check=True, capture_output=True, text=True)
     assert '"rows"' in done.stdout or '"text"' in done.stdout
     assert ("data: [DONE]" in done.stdout) == ('"stream": true' in block)
@@ -54,7 +54,7 @@ def test_python(block: str, address: str) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(CURL) == 4
+    assert len(CURL) == 5
     assert len(PYTHON) == 2
 
 
