@@ -17,14 +17,29 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from server.api import cache, completions, errors, models, openapi, operations, sessions, tokens
+from server.api import (
+    aside,
+    cache,
+    completions,
+    docs,
+    errors,
+    inspect,
+    models,
+    openapi,
+    operations,
+    page,
+    sessions,
+    tokens,
+)
 from server.api.keys import KeyFileError, Keys
 from server.api.lines import Lines
 from server.api.middleware import BodyLimit, Exchange, Key, Readiness
 from server.api.register import Register
-from server.api.service import Service
-from server.engine.worker import Engine, State, Worker
+from server.api.service import Service, answer_unavailable
+from server.engine.worker import Engine, State, Unavailable, Worker
+from server.logs import set_up
 from server.metrics import Metrics
+from server.protocol import Protocol
 from server.settings import Settings, unknown_variables
 from server.version import VERSION
 
@@ -56,6 +71,7 @@ def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        aside.prepare()
         worker.start()
         yield
         await asyncio.to_thread(worker.stop, FLUSH)
@@ -85,7 +101,8 @@ def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
         register=Register(worker),
     )
     errors.install(app)
-    for routes in (completions, models, tokens, sessions, cache, operations):
+    app.add_exception_handler(Unavailable, answer_unavailable)
+    for routes in (docs, completions, models, tokens, sessions, cache, inspect, operations, page):
         app.include_router(routes.router)
     return app
 
@@ -142,11 +159,7 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings, load_engine: LoadEngine) -> int:
     """Serve until a signal or a failure; returns the exit code. Binds before it loads."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
-    for noisy in ("uvicorn", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up(settings.log_level, settings.log_format)
     for name in unknown_variables():
         log.warning("%s is no setting", name)
     try:
@@ -162,6 +175,7 @@ def serve(settings: Settings, load_engine: LoadEngine) -> int:
     config = uvicorn.Config(
         app,
         workers=1,  # sessions and rows live in this process
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -63,6 +63,7 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        worker.on_step = self.step
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first generated token.", SECONDS
@@ -73,11 +74,22 @@ class Metrics:
         self.queue = self._histogram(
             "queue_seconds", "From arrival in the engine to the first row computed.", SECONDS
         )
+        self.output_token = self._histogram(
+            "time_per_output_token_seconds", "Between two tokens of a completed choice.", SECONDS
+        )
+        self._step_seconds = self._histogram("step_seconds", "Length of a step.", SECONDS)
+        self._step_tokens = self._histogram(
+            "step_tokens", "Tokens that ran through the model in a step.", TOKENS
+        )
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
         self.generation = self._histogram("request_generation_tokens", "Tokens generated.", TOKENS)
 
     def count(self, outcome: str) -> None:
         self._outcomes[outcome].inc()
+
+    def step(self, seconds: float, tokens: int) -> None:
+        self._step_seconds.observe(seconds)
+        self._step_tokens.observe(tokens)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type."""

@@ -119,6 +119,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged, and all that is graver"
     )
+    log_format: Literal["text", "json"] = Field("text", description="form of the log's lines")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from server.api.calls import Call
 from server.engine.sequence import Delta, Finish, Token
 from server.engine.worker import Served
+from server.logs import Facts
 
 Json = dict[str, Any]
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
@@ -21,7 +22,7 @@ class Answer:
         self.call = call
         self.finished: dict[int, Finish] = {}
         self._names = served.token_names
-        self._logprobs = call.requests[0].sampling.logprobs is not None
+        self._begun: set[int] = set()  # choices whose first delta has been given
         self._completion_tokens = [0] * len(call.requests)
         self._cached_tokens = [0] * len(call.requests)
         self._head = {
@@ -40,6 +41,15 @@ class Answer:
         return sum(self._completion_tokens)
 
     @property
+    def seconds_per_token(self) -> list[float]:
+        """Of each choice that has more than one token: the mean time from one to the next."""
+        return [
+            finish.timings.decode / (self._completion_tokens[index] - 1)
+            for index, finish in self.finished.items()
+            if self._completion_tokens[index] > 1
+        ]
+
+    @property
     def outcome(self) -> str:
         """How the call ended: `length` if any choice was cut."""
         reasons = {finish.reason.value for finish in self.finished.values()}
@@ -47,7 +57,9 @@ class Answer:
 
     def whole(self, deltas: Iterable[Delta]) -> str:
         """The answer in one piece, from one delta per choice."""
-        choices = [self.choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
+        choices = [
+            {**self.choice(delta), "index": index} for index, delta in enumerate(self._best(deltas))
+        ]
         usage, timings = self.usage(), self.timings()
         return encode({**self._head, "choices": choices, "usage": usage, "timings": timings})
 
@@ -55,6 +67,7 @@ class Answer:
         """The chunks of a stream that one delta makes: itself, and the usage after the last one."""
         stream = self.call.stream
         assert stream is not None
+        self._note(delta)
         chunk: Json = {**self._head, "choices": [self.choice(delta)]}
         if stream.continuous_usage_stats:
             chunk["usage"] = self.usage()
@@ -67,18 +80,43 @@ class Answer:
         last = {**self._head, "choices": [], "usage": self.usage(), "timings": self.timings()}
         return [chunk, last]
 
-    def choice(self, delta: Delta) -> Json:
-        """Take note of a delta, and give it as a choice."""
+    def _best(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """The n best candidates of each prompt; in their own order if nothing was to be ranked.
+        Take note of all: those that are not shown have been computed as well.
+        """
+        ordered = sorted(deltas, key=lambda delta: delta.index)
+        for delta in ordered:
+            self._note(delta)
+        n, candidates = self.call.n, self.call.candidates
+        for first in range(0, len(ordered), candidates):
+            of_one_prompt = ordered[first : first + candidates]
+            if n < candidates:
+                of_one_prompt.sort(key=likelihood, reverse=True)
+            yield from of_one_prompt[:n]
+
+    def _note(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens
         self._cached_tokens[delta.index] = delta.cached_tokens
         if delta.finish is not None:
             self.finished[delta.index] = delta.finish
-        return {
+
+    def choice(self, delta: Delta) -> Json:
+        choice = {
             "index": delta.index,
             "text": delta.text,
-            "logprobs": self.logprobs(delta.tokens) if self._logprobs else None,
+            "logprobs": self.logprobs(delta.tokens) if self.call.logprobs else None,
             "finish_reason": delta.finish and delta.finish.reason.value,
         }
+        if self.call.token_ids:
+            ids = [token.id for token in delta.tokens]
+            if delta.index not in self._begun:
+                self._begun.add(delta.index)
+                request = self.call.requests[delta.index]
+                choice["prompt_token_ids"] = request.prompt
+                if request.echo:
+                    ids = ids[len(request.prompt) :]
+            choice["token_ids"] = ids
+        return choice
 
     def logprobs(self, tokens: Sequence[Token]) -> Json:
         """The legacy layout: four arrays with one entry per token, end-of-text included."""
@@ -100,12 +138,23 @@ class Answer:
 
     def usage(self) -> Json:
         prompt, completion = self.call.prompt_tokens, self.completion_tokens
+        first_copies = self._cached_tokens[:: self.call.candidates]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens[:: self.call.n])},
+            "prompt_tokens_details": {"cached_tokens": sum(first_copies)},
         }
+
+    def facts(self) -> Facts:
+        """What the log says of it: numbers alone."""
+        usage = self.usage()
+        facts: Facts = {
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        }
+        return facts | self.timings() if self.complete else facts
 
     def timings(self) -> Json:
         """Choices run side by side: the longest times, and all rows."""
@@ -121,6 +170,13 @@ class Answer:
 
 # ASCII only: some clients split a stream at U+0085 or U+2028, which JSON may leave as they are.
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def likelihood(delta: Delta) -> float:
+    """Log-probability per generated token of a whole choice: what candidates are ranked by."""
+    n = delta.completion_tokens
+    scores = [token.score for token in delta.tokens[len(delta.tokens) - n :]]
+    return sum(score.logprob for score in scores if score) / max(n, 1)
 
 
 def milliseconds(seconds: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from email.message import Message
@@ -12,6 +11,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from server.api.aside import aside
 from server.api.errors import ApiError, bad_request, invalid
 from server.api.schemas import Body
 
@@ -27,10 +27,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
         # Not even an absent type: a web page may send that to us without being asked for leave.
         raise ApiError(415, "The body must be JSON: send Content-Type: application/json.")
     data = await request.body()
-    if len(data) < LONG:
-        body = _parse(data, kind)
-    else:
-        body = await asyncio.to_thread(_parse, data, kind)
+    body = await aside(len(data) >= LONG, lambda: _parse(data, kind))
     if unknown := body.unknown:
         names = ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:40]) for name in unknown[:10])
         log.warning("unknown fields ignored: %s", names)

@@ -34,24 +34,30 @@ SILENCE = 15.0  # seconds until a comment shows a listener that the server is th
 
 @router.get("/v1/cache", summary="Rows and sessions", responses=errors(*ALWAYS))
 async def cache(request: Request) -> CacheAnswer:
-    """As of the last step of the engine; asking does not wait for it."""
+    """As of the last step of the engine; asking does not wait for it. With named keys it waits
+    for the end of the step, and counts the caller's own rows alone.
+    """
     service = Service.of(request)
     served, now = service.served, service.worker.snapshot
+    counts = RowCounts(
+        total=now.rows,
+        free=now.rows_free,
+        running=now.rows_running,
+        idle=now.rows_idle,
+        shared=now.rows_shared,
+    )
+    totals = CacheTotals(
+        **{name: getattr(now, f"{name}_total") for name in CacheTotals.model_fields}
+    )
+    if service.keyed:
+        counts = own_counts(await row_runs(request))
     return CacheAnswer(
         device=served.device,
         dtype=served.dtype,
         row_bytes=now.row_bytes,
-        bytes=(now.rows - now.rows_free) * now.row_bytes,
-        rows=RowCounts(
-            total=now.rows,
-            free=now.rows_free,
-            running=now.rows_running,
-            idle=now.rows_idle,
-            shared=now.rows_shared,
-        ),
-        totals=CacheTotals(
-            **{name: getattr(now, f"{name}_total") for name in CacheTotals.model_fields}
-        ),
+        bytes=(counts.running + counts.idle) * now.row_bytes,
+        rows=counts,
+        totals=None if service.keyed else totals,
         sessions=[
             SessionAnswer.of(record)
             for (tenant, _), record in now.sessions.items()
@@ -121,6 +127,17 @@ async def reset(request: Request) -> ResetAnswer:
 async def row_runs(request: Request) -> list[RowRun]:
     tenant = request.state.tenant
     return await Service.of(request).worker.ask(lambda engine: engine.row_runs(tenant))
+
+
+def own_counts(runs: list[RowRun]) -> RowCounts:
+    """The caller's own rows; all others count as free, whoever has them."""
+    own = [run for run in runs if run.state in ("running", "idle")]
+    total = sum(run.n for run in runs)
+    running = sum(run.n for run in own if run.state == "running")
+    idle = sum(run.n for run in own if run.state == "idle")
+    shared = sum(run.n for run in own if run.holders > 1)
+    free = total - running - idle
+    return RowCounts(total=total, free=free, running=running, idle=idle, shared=shared)
 
 
 def answer_of(run: RowRun) -> RowRunAnswer:

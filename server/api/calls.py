@@ -5,7 +5,6 @@ The engine checks nothing, so everything that could go wrong there is refused he
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -15,6 +14,7 @@ from functools import cached_property
 
 from model.step import Sampling
 from model.tokenizer import Tokenizer, TokenizerError
+from server.api.aside import aside
 from server.api.errors import ApiError, bad_request, shown, too_long
 from server.api.schemas import CompletionBody, Prompt, StreamOptions
 from server.engine.sequence import Request
@@ -34,20 +34,25 @@ class Call:
     id: str
     created: int
     model: str
-    n: int
-    requests: list[Request]
+    n: int  # choices of each prompt in the answer
+    candidates: int  # of which they are the best
+    requests: list[Request]  # all candidates of the first prompt, then of the next
     stream: StreamOptions | None  # None: answer in one piece
-    numbers: int  # log-probabilities in the answer
+    logprobs: bool
+    token_ids: bool
+    numbers: int  # log-probabilities to be had, in the answer or to choose by
 
     @cached_property
     def prompt_tokens(self) -> int:
         """Each prompt counted once, whatever n is."""
-        return sum(len(request.prompt) for request in self.requests[:: self.n])
+        return sum(len(request.prompt) for request in self.requests[:: self.candidates])
 
 
 def check_model(name: str | None, served: Served, settings: Settings) -> None:
-    """Refuse a name that is not the served one, and say which is."""
-    if name not in (None, served.name) and not settings.lenient_model:
+    """Refuse a name that is not the served one, and say which is. Its root is a name, too: vllm
+    bench takes it from the list of models.
+    """
+    if name not in (None, served.name, served.root) and not settings.lenient_model:
         message = f"The model {shown(name)} does not exist; this server has {shown(served.name)}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -69,16 +74,17 @@ async def make_call(
     stop_ids = _stop_ids(body, served)
     prompts = await _encode_prompts(body.prompt, served, held)
     max_tokens = _max_tokens(body, prompts, served.n_ctx)
+    logprobs = 0 if body.logprobs is None and body.ranked else body.logprobs
     numbers = _numbers(body, prompts, max_tokens)
     name = f"cmpl-{uuid.uuid4().hex}"
     requests = []
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        for copy in range(body.n):
+        for copy in range(body.candidates):
             requests.append(
                 Request(
                     id=name,
-                    index=number * body.n + copy,
+                    index=number * body.candidates + copy,
                     prompt=tuple(prompt),
                     max_tokens=max_tokens[number],
                     sampling=Sampling(
@@ -92,7 +98,7 @@ async def make_call(
                         presence_penalty=body.presence_penalty,
                         frequency_penalty=body.frequency_penalty,
                         repetition_penalty=body.repetition_penalty,
-                        logprobs=body.logprobs,
+                        logprobs=logprobs,
                     ),
                     stop=tuple(body.stop),
                     stop_ids=stop_ids,
@@ -102,20 +108,29 @@ async def make_call(
                     use_cache=body.use_cache,
                     session=body.session_id,
                     tenant=tenant,
-                    after=number * body.n if copy and body.use_cache else None,
+                    after=number * body.candidates if copy and body.use_cache else None,
                     show_special=not body.skip_special_tokens,
                 )
             )
     stream = (body.stream_options or StreamOptions()) if body.stream else None
-    return Call(name, int(time.time()), served.name, body.n, requests, stream, numbers)
+    return Call(
+        id=name,
+        created=int(time.time()),
+        model=served.name,
+        n=body.n,
+        candidates=body.candidates,
+        requests=requests,
+        stream=stream,
+        logprobs=body.logprobs is not None,
+        token_ids=body.return_token_ids,
+        numbers=numbers,
+    )
 
 
 async def encode(text: str, tokenizer: Tokenizer, *, special: bool = False) -> list[int]:
     """Token ids of a text; a long one is encoded in a thread."""
     try:
-        if len(text) < LONG:
-            return tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(tokenizer.encode, text, special=special)
+        return await aside(len(text) >= LONG, lambda: tokenizer.encode(text, special=special))
     except TokenizerError as error:
         raise bad_request(f"prompt: {error}", "prompt") from error
 
@@ -139,12 +154,13 @@ def _check_fields(body: CompletionBody) -> None:
             value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in neutral
         ):
             raise bad_request(f"{name}: this server does not support {shown(value)}", name)
-    if body.best_of not in (None, 1, body.n):
-        message = "best_of: nothing is ranked here; it must be absent, 1 or equal to n"
-        raise bad_request(message, "best_of")
+    if body.best_of is not None and 1 < body.best_of < body.n:
+        raise bad_request(f"best_of: it must not be below n ({body.n})", "best_of")
+    if body.ranked and body.stream:
+        raise bad_request("best_of: nothing can be ranked in a stream", "best_of")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: allowed only with stream", "stream_options")
-    if body.session_id is not None and (len(body.prompt) > 1 or body.n > 1):
+    if body.session_id is not None and (len(body.prompt) > 1 or body.candidates > 1):
         raise bad_request("session_id: a session takes one prompt and n = 1", "session_id")
     if body.session_mode == "append" and body.session_id is None:
         raise bad_request("session_mode: append needs a session_id", "session_mode")
@@ -154,9 +170,11 @@ def _check_size(body: CompletionBody, settings: Settings) -> None:
     if len(body.prompt) > settings.max_prompts:
         message = f"prompt: {len(body.prompt)} prompts; the limit is {settings.max_prompts}"
         raise bad_request(message, "prompt")
-    if (choices := len(body.prompt) * body.n) > settings.max_open:
-        message = f"n: {choices} completions (prompts x n); the limit is {settings.max_open}"
-        raise bad_request(message, "n")
+    if (choices := len(body.prompt) * body.candidates) > settings.max_open:
+        name = "best_of" if body.ranked else "n"
+        limit = settings.max_open
+        message = f"{name}: {choices} completions (prompts x {name}); the limit is {limit}"
+        raise bad_request(message, name)
 
 
 async def _encode_prompts(
@@ -224,12 +242,13 @@ def _stop_ids(body: CompletionBody, served: Served) -> frozenset[int]:
 
 
 def _numbers(body: CompletionBody, prompts: list[list[int]], max_tokens: list[int]) -> int:
-    """Log-probabilities in the answer. They are bounded for the memory and time that they take."""
-    if body.logprobs is None:
+    """Log-probabilities of all candidates. They are bounded for the memory and time they take."""
+    if body.logprobs is None and not body.ranked:
         return 0
     tokens = sum(max_tokens) + (sum(map(len, prompts)) if body.echo else 0)
-    numbers = tokens * body.n * (body.logprobs + 1)
+    numbers = tokens * body.candidates * ((body.logprobs or 0) + 1)
     if numbers > MAX_NUMBERS:
-        message = f"logprobs: {numbers} numbers in one answer; the limit is {MAX_NUMBERS}"
-        raise bad_request(message, "logprobs")
+        name = "best_of" if body.logprobs is None else "logprobs"
+        message = f"{name}: {numbers} log-probabilities in one call; the limit is {MAX_NUMBERS}"
+        raise bad_request(message, name)
     return numbers

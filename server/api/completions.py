@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.api.answers import Answer
+from server.api.aside import aside
 from server.api.bodies import read_body
 from server.api.calls import Call, make_call
 from server.api.errors import ApiError, shown, try_later
@@ -20,11 +21,11 @@ from server.api.middleware import COMPLETIONS, outcome_of
 from server.api.openapi import ALWAYS, WITH_BODY, errors, takes
 from server.api.register import CANCELLED
 from server.api.schemas import CancelAnswer, CompletionAnswer, CompletionBody, StreamEvent
-from server.api.service import Service, unavailable
+from server.api.service import Service
 from server.api.sessions import queue_full
 from server.api.sse import COMMENT, DONE, EventStream, event
 from server.engine.sequence import Delta
-from server.engine.worker import CallFailed, Mailbox, QueueFull, Unavailable
+from server.engine.worker import CallFailed, Mailbox, QueueFull
 
 router = APIRouter(tags=["completions"])
 
@@ -95,6 +96,7 @@ class Turn:
         self.tenant: str = request.state.tenant
         self.entry = service.register.enter(self.tenant, request.state.id)
         self._leave: Leave = lambda: None
+        self._begun = False
 
     async def wait(self) -> None:
         """Wait in line: the place in it is that of arrival, however long the text is."""
@@ -126,12 +128,13 @@ class Turn:
         self.service.register.begin(self.entry, call)
         if self.name is not None:
             self.service.turns[self.tenant, self.name] = call
+            self._begun = True
 
     def end(self) -> None:
         """Let the next one in."""
-        if self.name is not None:
+        if self.name is not None and self._begun:
             self.service.turns.pop((self.tenant, self.name), None)
-            self.name = None
+            self._begun = False
         self.service.register.leave(self.entry)
         self._leave()
 
@@ -157,8 +160,6 @@ def submit(service: Service, call: Call) -> Mailbox:
         return service.worker.submit(call.requests, patient=call.stream is None)
     except QueueFull:
         raise queue_full() from None
-    except Unavailable:
-        raise unavailable(service.worker.state) from None
 
 
 class Completion:
@@ -200,10 +201,7 @@ class Completion:
         finally:
             self.service.worker.abort(self.call.id)
             self.turn.end()
-        if self.call.numbers < LARGE:
-            content = self.answer.whole(deltas)
-        else:
-            content = await asyncio.to_thread(self.answer.whole, deltas)
+        content = await aside(self.call.numbers >= LARGE, lambda: self.answer.whole(deltas))
         self._count(self.answer.outcome)
         return Response(content, media_type="application/json")
 
@@ -231,6 +229,7 @@ class Completion:
         if self.request.state.outcome is not None:
             return
         self.request.state.outcome = outcome
+        self.request.state.facts = {"call": self.call.id, **self.answer.facts()}
         metrics = self.service.metrics
         metrics.count(outcome)
         if self.mailbox.first_token is not None:
@@ -239,6 +238,8 @@ class Completion:
             metrics.duration.observe(time.perf_counter() - self.arrived)
             metrics.queue.observe(min(f.timings.queue for f in self.answer.finished.values()))
             metrics.prompt.observe(self.call.prompt_tokens)
+            for seconds in self.answer.seconds_per_token:
+                metrics.output_token.observe(seconds)
             metrics.generation.observe(self.answer.completion_tokens)
 
 

@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 SHOWN = 64  # characters of a caller's value that a message repeats
 
 CODES = {
@@ -102,8 +104,24 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error.response
     assert isinstance(error, HTTPException)
+    headers = error.headers
+    if error.status_code == 405:
+        headers = {"Allow": ", ".join(_methods(request))}
     message = {
         404: f"There is no {request.method} {shorten(request.url.path)}.",
         405: f"{shorten(request.url.path)} does not take {request.method}.",
     }.get(error.status_code, error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response
+    return ApiError(error.status_code, message, headers=headers).response
+
+
+def _methods(request: Request) -> list[str]:
+    """What a path takes. Starlette knows only the methods of the first of its routes."""
+    scope = request.scope
+    return [
+        method
+        for method in METHODS
+        if any(
+            route.matches({**scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]

@@ -40,7 +40,7 @@ class Lines:
             line.remove(place)
             if not line:
                 del self._lines[key]
-            elif first:
+            elif first and not line[0].done():  # who has just given up lets the next one in
                 line[0].set_result(None)
 
         if line[0] is place:

@@ -17,17 +17,22 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api import docs
+from server.api.answers import milliseconds
 from server.api.errors import ApiError, shorten
 from server.api.keys import OPERATOR, Keys
+from server.api.page import FILES
 from server.api.service import unavailable
 from server.engine.worker import State, Worker
+from server.logs import Facts
 
 log = logging.getLogger("onerow")
 
 # Answer whatever the state is, and are logged at the debug level only.
 PROBES = frozenset({"/health", "/ready", "/version", "/metrics"})
-DOCUMENTS = frozenset({"/docs", "/openapi.json"})  # nothing of this server is in them
-OPEN = (PROBES - {"/metrics"}) | DOCUMENTS  # need no key
+DOCUMENTS = frozenset({"/openapi.json", *docs.FILES})  # nothing of this server is in them
+PAGE = frozenset(FILES)  # nor in these; the page says itself that the model is loading
+OPEN = (PROBES - {"/metrics"}) | DOCUMENTS | PAGE  # need no key
 COMPLETIONS = "/v1/completions"
 
 
@@ -47,6 +52,7 @@ class Exchange:
         state.tenant = OPERATOR
         state.warning = None
         state.outcome = None  # the completions route sets it when it has counted
+        state.facts = {}  # for the log: numbers, and never a text of the caller
         status = 0
 
         async def send_named(message: Message) -> None:
@@ -73,9 +79,16 @@ class Exchange:
             await error.response(scope, receive, send_named)
         finally:
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
-            elapsed = 1000 * (time.perf_counter() - state.arrived)
-            line = (scope["method"], shorten(scope["path"]), status, elapsed, state.id)
-            log.log(level, "%s %s %d %.1f ms, request %s", *line)
+            facts: Facts = {
+                "request": state.id,
+                "ms": milliseconds(time.perf_counter() - state.arrived),
+            }
+            if state.tenant != OPERATOR:
+                facts["tenant"] = state.tenant
+            if state.outcome is not None:
+                facts["outcome"] = state.outcome
+            line = (scope["method"], shorten(scope["path"]), status)
+            log.log(level, "%s %s %d", *line, extra={"facts": facts | state.facts})
 
     def _count(self, scope: Scope, outcome: str) -> None:
         """Count a completions request that the route has not counted itself."""
@@ -117,14 +130,14 @@ class Key:
 
 
 class Readiness:
-    """Answers 503 to all but the probes until the engine is ready, and from its end on."""
+    """Answers 503 to all but probes and page until the engine is ready, and from its end on."""
 
     def __init__(self, app: ASGIApp, worker: Worker) -> None:
         self.app, self.worker = app, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         closed = self.worker.state is not State.READY
-        if scope["type"] == "http" and closed and scope["path"] not in PROBES:
+        if scope["type"] == "http" and closed and scope["path"] not in PROBES | PAGE:
             await unavailable(self.worker.state).response(scope, receive, send)
         else:
             await self.app(scope, receive, send)

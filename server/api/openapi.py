@@ -12,6 +12,7 @@ from server.api.schemas import (
     CompletionBody,
     DetokenizeBody,
     ErrorAnswer,
+    InspectBody,
     NewSessionBody,
     RewindBody,
     TokenizeBody,
@@ -23,6 +24,7 @@ BODIES: tuple[type[Body], ...] = (
     CompletionBody,
     TokenizeBody,
     DetokenizeBody,
+    InspectBody,
     NewSessionBody,
     RewindBody,
 )

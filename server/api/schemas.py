@@ -24,6 +24,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 HUGE = 2**31  # counts stay below it
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -90,6 +91,10 @@ def _prompts(value: object) -> list[Prompt]:
     return [value]
 
 
+def _one_prompt(value: object) -> Prompt:
+    return value if isinstance(value, str) else _ids(value)
+
+
 def _check_ids(ids: list[Any], where: str = "") -> None:
     for i, token in enumerate(ids):
         if type(token) is not int:  # a bool is an int for isinstance
@@ -101,6 +106,13 @@ def _ids(value: object) -> list[int]:
         raise ValueError("must be a list of token ids")
     _check_ids(value)
     return value
+
+
+def _stop_ids(value: object) -> list[int]:
+    ids = _ids(value)
+    if len(ids) > MAX_STOP_IDS:
+        raise ValueError(f"must have at most {MAX_STOP_IDS} ids")
+    return ids
 
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -119,7 +131,13 @@ Prompts = Annotated[
         }
     ),
 ]
+OnePrompt = Annotated[Prompt, PlainValidator(_one_prompt), WithJsonSchema({"anyOf": [_TEXT, _IDS]})]
 TokenIds = Annotated[list[int], PlainValidator(_ids), WithJsonSchema(_IDS)]
+StopIds = Annotated[
+    list[int],
+    PlainValidator(_stop_ids),
+    WithJsonSchema({**_IDS, "maxItems": MAX_STOP_IDS}),
+]
 _STOP: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
@@ -153,7 +171,13 @@ class CompletionBody(Body):
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, ge=0, le=1, description="0 keeps the best token alone")
     n: int = Field(1, ge=1, le=MAX_N, description="completions of each prompt")
-    best_of: int | None = Field(None, ge=1, lt=HUGE, description="1 or n: nothing is ranked")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_N,
+        description="So many are made, and the n with the highest log-probability per token "
+        "returned, best first. Not with stream.",
+    )
     stop: Stops = Field(
         default_factory=list,
         description=f"Up to {MAX_STOPS} literal strings; the text ends before the first one.",
@@ -167,8 +191,12 @@ class CompletionBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, max_length=MAX_BIASES, description="by token id, -100 to 100"
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken off tokens that this completion has"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken off a token for each time that this completion has it"
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="makes a text repeatable")
     user: str | None = Field(None, description="taken, and not used for anything")
 
@@ -181,8 +209,9 @@ class CompletionBody(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=10, description="1 changes nothing (vLLM)")
     min_tokens: int = Field(0, ge=0, lt=HUGE, description="no end before so many tokens (vLLM)")
     ignore_eos: bool = Field(False, description="go on after end-of-text (vLLM)")
-    stop_token_ids: TokenIds = Field(default_factory=list, description="end at these tokens (vLLM)")
+    stop_token_ids: StopIds = Field(default_factory=list, description="end at these tokens (vLLM)")
     skip_special_tokens: bool = Field(True, description="end-of-text is no text (vLLM)")
+    return_token_ids: bool = Field(False, description="the ids, too, of each choice (vLLM)")
 
     use_cache: bool = Field(True, description="false computes every row anew (onerow)")
     session_id: str | None = Field(
@@ -218,7 +247,6 @@ class CompletionBody(Body):
         "bad_words": ([],),
         "priority": (0,),
         "request_id": (),
-        "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "cache_salt": (),
         "kv_transfer_params": ({},),
@@ -228,6 +256,16 @@ class CompletionBody(Body):
     @property
     def unknown(self) -> list[str]:
         return [name for name in super().unknown if name not in self.neutral]
+
+    @property
+    def candidates(self) -> int:
+        """Completions that are made of each prompt."""
+        return max(self.n, self.best_of or 1)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether more are made than returned."""
+        return self.candidates > self.n
 
 
 class TokenizeBody(Body):
@@ -245,6 +283,15 @@ class DetokenizeBody(Body):
 
     model: str | None = Field(None, description="the served model if it is absent")
     tokens: TokenIds
+
+
+class InspectBody(Body):
+    """POST /v1/inspect."""
+
+    model: str | None = Field(None, description="the served model if it is absent")
+    prompt: OnePrompt = Field(description="Text or token ids; what an empty one starts from, too.")
+    layer: int = Field(0, ge=0, lt=HUGE)
+    head: int = Field(0, ge=0, lt=HUGE)
 
 
 class Error(BaseModel):
@@ -274,6 +321,10 @@ class ChoiceAnswer(BaseModel):
     text: str
     logprobs: LogprobsAnswer | None
     finish_reason: Literal["stop", "length"] | None = Field(description="null until the end")
+    token_ids: list[int] | None = Field(None, description="only with return_token_ids")
+    prompt_token_ids: list[int] | None = Field(
+        None, description="only with return_token_ids, and once in a stream"
+    )
 
 
 class CachedAnswer(BaseModel):
@@ -358,7 +409,7 @@ class RowCounts(BaseModel):
     """total = free + running + idle; shared rows are held by two sequences or more."""
 
     total: int
-    free: int
+    free: int = Field(description="with named keys: all rows that are not the caller's")
     running: int
     idle: int
     shared: int
@@ -457,10 +508,34 @@ class CacheAnswer(BaseModel):
     device: str
     dtype: str = Field(description="type of the numbers in the rows")
     row_bytes: int
-    bytes: int = Field(description="bytes of all rows that are not free")
+    bytes: int = Field(description="bytes of the rows that are not free")
     rows: RowCounts
-    totals: CacheTotals
+    totals: CacheTotals | None = Field(
+        description="null with named keys: they count what everyone does, as /metrics does"
+    )
     sessions: list[SessionAnswer]
+
+
+class MatrixAnswer(BaseModel):
+    name: str
+    meaning: str
+    uncached: list[int] = Field(description="its shape when all rows are computed")
+    cached: list[int] = Field(description="its shape when only the last row is")
+
+
+class InspectAnswer(BaseModel):
+    """One head of one layer over T tokens. Row i of a grid has i + 1 numbers: what it may see."""
+
+    tokens: list[int]
+    token_strs: list[str]
+    layer: int
+    head: int
+    n_layer: int
+    n_head: int
+    scores: list[list[float]] = Field(description="Q times K transposed, by the root of d_head")
+    weights: list[list[float]] = Field(description="softmax of each row of scores")
+    row: list[float] = Field(description="the last row of weights, computed by itself")
+    shapes: list[MatrixAnswer]
 
 
 class StatusAnswer(BaseModel):

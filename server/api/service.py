@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from server.api.errors import ApiError, try_later
 from server.api.keys import Keys
@@ -29,6 +29,7 @@ class Service:
     lines: Lines
     register: Register
     listeners: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LISTENERS))
+    inspecting: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: dict[SessionKey, str] = field(default_factory=dict)  # the call whose turn it is
 
     @classmethod
@@ -48,6 +49,11 @@ class Service:
         if self.worker.served is None:
             raise unavailable(self.worker.state)
         return self.worker.served
+
+
+async def answer_unavailable(request: Request, error: Exception) -> Response:
+    """What the routes answer whose question the engine will not answer any more."""
+    return unavailable(Service.of(request).worker.state).response
 
 
 def unavailable(state: State) -> ApiError:

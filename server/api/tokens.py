@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from model.tokenizer import END_OF_TEXT
+from server.api.aside import aside
 from server.api.bodies import read_body
-from server.api.calls import check_ids, check_model, encode
+from server.api.calls import LONG, check_ids, check_model, encode
 from server.api.openapi import ALWAYS, WITH_BODY, errors, takes
 from server.api.schemas import (
     DetokenizeAnswer,
@@ -23,18 +25,27 @@ router = APIRouter(tags=["tokens"])
 @router.post(
     "/tokenize",
     summary="Text to token ids",
+    response_model=TokenizeAnswer,
     responses=errors(404, *WITH_BODY),
     openapi_extra=takes(TokenizeBody, prompt="Once upon a time"),
 )
-async def tokenize(request: Request) -> TokenizeAnswer:
+async def tokenize(request: Request) -> Response:
     """The text may be longer than the context; only the size of the body is limited."""
     service = Service.of(request)
     body = await read_body(request, TokenizeBody)
     check_model(body.model, service.served, service.settings)
     served = service.served
     ids = await encode(body.prompt, served.tokenizer, special=body.parse_special)
-    names = [served.token_names[token] for token in ids] if body.return_token_strs else None
-    return TokenizeAnswer(count=len(ids), max_model_len=served.n_ctx, tokens=ids, token_strs=names)
+
+    def answer() -> str:
+        names = [served.token_names[token] for token in ids] if body.return_token_strs else None
+        whole = TokenizeAnswer(
+            count=len(ids), max_model_len=served.n_ctx, tokens=ids, token_strs=names
+        )
+        return whole.model_dump_json()
+
+    content = await aside(len(ids) >= LONG, answer)
+    return Response(content, media_type="application/json")
 
 
 @router.post(
@@ -48,8 +59,13 @@ async def detokenize(request: Request) -> DetokenizeAnswer:
     service = Service.of(request)
     body = await read_body(request, DetokenizeBody)
     check_model(body.model, service.served, service.settings)
-    check_ids(body.tokens, service.served, "tokens")
-    return DetokenizeAnswer(prompt=service.served.tokenizer.decode(body.tokens))
+    served = service.served
+
+    def text() -> str:
+        check_ids(body.tokens, served, "tokens")
+        return served.tokenizer.decode(body.tokens)
+
+    return DetokenizeAnswer(prompt=await aside(len(body.tokens) >= LONG, text))
 
 
 @router.get("/tokenizer_info", summary="The tokenizer", responses=errors(*ALWAYS))

@@ -28,6 +28,7 @@ from server.engine.snapshot import Snapshot
 log = logging.getLogger("onerow")
 
 T = TypeVar("T")
+OnStep = Callable[[float, int], None]  # how long a step took, and the tokens computed in it
 
 SLOW = 16  # deltas per choice that may wait for their reader before they are joined
 TOTALS = [field.name for field in fields(Snapshot) if field.name.endswith("_total")]
@@ -194,6 +195,7 @@ class Worker:
         self.snapshot = Snapshot()  # the last one; replaced by the thread after each step
         self.max_open = max_open
         self.open = 0  # choices that were submitted and have not ended
+        self.on_step: OnStep = lambda seconds, tokens: None  # called in the thread
         self._load = load
         self._calls: dict[str, tuple[Mailbox, int]] = {}  # a call and its open choices
         self._asked: set[asyncio.Future[Any]] = set()
@@ -310,8 +312,11 @@ class Worker:
         self._post(self._loaded, served(engine))
         try:
             while self._read_inbox(engine, before):
+                began, computed = time.perf_counter(), self.snapshot.rows_computed_total
                 events = engine.step()
                 self._publish(engine, before)
+                seconds = time.perf_counter() - began
+                self.on_step(seconds, self.snapshot.rows_computed_total - computed)
                 if events:
                     self._post(self._deliver, events)
             engine.close()

@@ -305,7 +305,7 @@ def test_an_untied_head_that_is_missing_is_refused(folder: Path) -> None:
     assert "lm_head.weight is missing, and the head is not tied" in refusal(folder)
 
 
-def test_padded_rows_have_no_logits(tmp_path: Path) -> None:
+def test_b069_padded_rows_have_no_logits(tmp_path: Path) -> None:
     model = randomised(GPT2LMHeadModel(small(vocab_size=320)))
     loaded = load(saved(model, tmp_path))
     assert (loaded.config.n_vocab, loaded.config.n_vocab_padded) == (257, 320)

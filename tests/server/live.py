@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from server.app import create_app
 from server.engine.snapshot import Snapshot
 from server.engine.worker import Worker
+from server.protocol import Protocol
 from server.settings import Settings
 from tests.fakes import FakeModel, loads
 
@@ -44,7 +45,12 @@ class Live:
         self.app = app_of(model, **settings)
         self.worker: Worker = self.app.state.service.worker
         config = uvicorn.Config(
-            self.app, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
+            self.app,
+            http=Protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         self.server = uvicorn.Server(config)
         self.socket = socket.create_server(("127.0.0.1", 0))

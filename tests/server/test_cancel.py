@@ -106,6 +106,19 @@ def test_while_it_waits_for_its_session(live: Live, pool: ThreadPoolExecutor) ->
     assert live.outcomes() == {"cancelled": 1, "length": 2}
 
 
+def test_deleting_its_session_ends_the_running_turn_whoever_has_left_the_line(
+    live: Live, pool: ThreadPoolExecutor
+) -> None:
+    first = ask(live, pool, "a", session_id="s")
+    wait_until(lambda: live.snapshot.running == 1)
+    second = ask(live, pool, "b", session_id="s")
+    wait_until(lambda: live.app.state.service.lines.waiting == 1)
+    cancel(live, "b")
+    check_cancelled(second.result())
+    assert live.client.delete("/v1/sessions/s").is_success
+    check_cancelled(first.result())
+
+
 def test_while_its_text_is_encoded(
     live: Live, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from starlette.testclient import TestClient
@@ -248,10 +248,10 @@ class TestFields:
             ("min_p", [-0.1, 1.1]),
             ("max_tokens", [-1, 1.5, "5", True, 1e9, 10**30]),
             ("n", [0, -1, 1.0, 129, True]),
-            ("best_of", [0, 2]),
+            ("best_of", [0, -1, 129, 1.5, True]),
             ("logprobs", [-1, 21, 257, True, "1", 1.5]),
             ("stop", ["", [""], ["a"] * 17, [1], "x" * 1025]),
-            ("stop_token_ids", [[257], [-1], ["1"], [True], 1]),
+            ("stop_token_ids", [[257], [-1], ["1"], [True], 1, [0] * 1025]),
             ("logit_bias", [{"257": 1}, {"-1": 1}, {"1e3": 1}, {"abc": 1}, {"99999999999": 1}]),
             ("logit_bias", [{"07": 1}, {"1": 101}, {"1": -101}, {"1": "x"}, {"²": 1}, [], "x"]),
             ("presence_penalty", [2.1, -2.1, "x"]),
@@ -342,16 +342,112 @@ class TestFields:
                 assert error["code"] == "model_not_found"
                 assert "'fake'" in error["message"]
         assert ask(client, model="fake")["model"] == "fake"
+        assert ask(client, model="/models/fake")["model"] == "fake"
         assert ask(client, model=None)["model"] == "fake"
         assert ask(serve(lenient_model=True), model="gpt-4")["model"] == "fake"
 
-    def test_best_of_may_be_n(self, client: TestClient) -> None:
-        assert len(ask(client, prompt="ab", n=2, best_of=2)["choices"]) == 2
+    def test_b087_rules_of_best_of(self, client: TestClient) -> None:
+        for body, words in (
+            ({"n": 3, "best_of": 2}, "not be below n"),
+            ({"best_of": 2, "stream": True}, "in a stream"),
+            ({"best_of": 128, "prompt": ["a"] * 2}, "prompts x best_of"),
+        ):
+            error = refused(client, **body)
+            assert error["param"] == "best_of"
+            assert words in error["message"]
+        assert refused(client, best_of=2, session_id="s")["param"] == "session_id"
 
     def test_numbers_of_one_answer_are_limited(self, serve: Serve) -> None:
         client = serve(max_prompts=1000, max_queue=1000)
         error = refused(client, prompt=["a"] * 300, logprobs=20, max_tokens=60)
         assert error["param"] == "logprobs"
+        error = refused(client, prompt=["a"] * 3, n=100, logprobs=20, max_tokens=60)
+        assert error["param"] == "logprobs"
+        error = refused(client, prompt=["a"] * 8, best_of=100, n=1, logprobs=20, max_tokens=60)
+        assert error["param"] == "logprobs"
+
+
+class TestBestOf:
+    BODY: ClassVar[JSON] = {
+        "prompt": ["ab", "c"], "temperature": 1, "seed": 7, "max_tokens": 8, "ignore_eos": True,
+    }  # fmt: skip
+
+    def test_the_best_per_token_come_first(self, client: TestClient) -> None:
+        candidates = ask(client, **self.BODY, n=5, logprobs=0)["choices"]
+
+        def mean(choice: JSON) -> float:
+            numbers = choice["logprobs"]["token_logprobs"]
+            return math.fsum(numbers) / len(numbers)
+
+        expected = []
+        for first in (0, 5):
+            of_one = sorted(candidates[first : first + 5], key=mean, reverse=True)
+            assert len({c["text"] for c in of_one}) > 1
+            expected += of_one[:2]
+        answer = ask(client, **self.BODY, n=2, best_of=5)
+        assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+        assert [c["text"] for c in answer["choices"]] == [c["text"] for c in expected]
+        assert all(c["logprobs"] is None for c in answer["choices"]), "nobody asked for them"
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] == 3
+        assert usage["completion_tokens"] == 2 * 5 * 8, "all candidates are computed"
+        scored = ask(client, **self.BODY, n=2, best_of=5, logprobs=2)["choices"]
+        assert [c["text"] for c in scored] == [c["text"] for c in expected]
+        assert [c["logprobs"]["token_logprobs"] for c in scored] == [
+            c["logprobs"]["token_logprobs"] for c in expected
+        ]
+
+    def test_it_is_the_mean_and_not_the_sum(self, client: TestClient) -> None:
+        """The sum would prefer whatever ends first."""
+        body = {**self.BODY, "prompt": "ab", "max_tokens": 12, "stop": ["d"], "logprobs": 0}
+        candidates = ask(client, **body, n=20)["choices"]
+        means = [
+            math.fsum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"])
+            for c in candidates
+        ]
+        assert len({len(c["logprobs"]["tokens"]) for c in candidates}) > 1
+        best = ask(client, **body, best_of=20)["choices"]
+        assert [c["text"] for c in best] == [candidates[means.index(max(means))]["text"]]
+
+    def test_the_echo_does_not_enter(self, client: TestClient) -> None:
+        plain = ask(client, **self.BODY, best_of=4)["choices"]
+        echoed = ask(client, **self.BODY, best_of=4, echo=True)["choices"]
+        assert [c["text"] for c in echoed] == ["ab" + plain[0]["text"], "c" + plain[1]["text"]]
+
+    def test_nothing_to_choose_from(self, client: TestClient) -> None:
+        assert len(ask(client, prompt="ab", n=2, best_of=2)["choices"]) == 2
+        assert len(ask(client, prompt="ab", n=2, best_of=1)["choices"]) == 2
+        assert ask(client, prompt="ab", best_of=3, max_tokens=0)["choices"][0]["text"] == ""
+        same = ask(client, prompt="ab", n=2, best_of=4)["choices"]
+        assert same[0]["text"] == same[1]["text"] == text(client, prompt="ab")
+
+
+class TestTokenIds:
+    def test_of_prompt_and_completion(self, client: TestClient) -> None:
+        body = {"prompt": [[97, 98], EMOJI], "n": 2, "max_tokens": 6, "return_token_ids": True}
+        for echo in (False, True):
+            choices = ask(client, **body, echo=echo)["choices"]
+            assert [c["prompt_token_ids"] for c in choices] == [[97, 98]] * 2 + [EMOJI] * 2
+            for choice in choices:
+                assert len(choice["token_ids"]) == 6
+                made = bytes(choice["token_ids"]).decode()
+                assert choice["text"].endswith(made)
+            joined: dict[int, list[int]] = {}
+            prompts: dict[int, list[int]] = {}
+            for chunk in stream(client, **body, echo=echo)[:-1]:
+                (part,) = chunk["choices"]
+                joined.setdefault(part["index"], []).extend(part["token_ids"])
+                if "prompt_token_ids" in part:
+                    assert part["index"] not in prompts
+                    prompts[part["index"]] = part["prompt_token_ids"]
+            assert joined == {c["index"]: c["token_ids"] for c in choices}
+            assert prompts == {c["index"]: c["prompt_token_ids"] for c in choices}
+
+    def test_the_end_token_is_one_and_nobody_gets_them_unasked(self, client: TestClient) -> None:
+        body = {"prompt": "x", "logit_bias": forced(END)}
+        (choice,) = ask(client, **body, return_token_ids=True)["choices"]
+        assert choice["token_ids"] == [END]
+        assert "token_ids" not in ask(client, **body)["choices"][0]
 
 
 class TestSampling:
@@ -456,6 +552,12 @@ class TestEnds:
         assert answer["usage"]["completion_tokens"] == 5
         assert answer["choices"][0]["text"] == ""
         assert ask(client, prompt="x", min_tokens=3, **bias)["usage"]["completion_tokens"] == 4
+
+    def test_the_end_token_is_text_only_on_demand(self, client: TestClient) -> None:
+        bias = {"logit_bias": forced(END), "max_tokens": 2, "ignore_eos": True}
+        shown = "<|endoftext|>" * 2
+        assert text(client, prompt="x", skip_special_tokens=False, **bias) == shown
+        assert text(client, prompt="x", skip_special_tokens=True, **bias) == ""
 
     def test_b130_stop_strings_are_literal(self, client: TestClient) -> None:
         body = {"prompt": "x", "logit_bias": forced(A), "max_tokens": 4}
@@ -619,6 +721,15 @@ class TestStream:
         chunks = stream(client, prompt="ab", n=2)[:-1]
         heads = {(c["id"], c["object"], c["created"], c["model"]) for c in chunks}
         assert len(heads) == 1
+
+    def test_b045_what_is_known_before_is_no_event(self, client: TestClient) -> None:
+        for status, body in (
+            (400, {"prompt": "a" * 2 * N_CTX}), (400, {"temperature": 9}), (404, {"model": "x"}),
+            (400, {"prompt": [-1]}), (400, {"logprobs": 99}), (400, {"suffix": "x"}),
+        ):  # fmt: skip
+            response = client.post("/v1/completions", json={"stream": True, **body})
+            assert response.status_code == status
+            assert response.headers["content-type"] == "application/json"
 
 
 class TestFailures:

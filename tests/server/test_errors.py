@@ -6,8 +6,10 @@ import json
 
 import httpx2
 import pytest
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.testclient import TestClient
 
+from server.engine.worker import State, Unavailable
 from tests.conftest import Serve
 from tests.server.live import outcomes
 
@@ -100,6 +102,9 @@ def test_b126_no_cross_origin_headers(client: TestClient) -> None:
         ("POST", "/health", "GET"),
         ("POST", "/metrics", "GET, HEAD"),
         ("POST", "/v1/cache", "GET"),
+        ("PUT", "/v1/sessions", "GET, POST"),
+        ("OPTIONS", "/v1/sessions/a", "DELETE, GET"),
+        ("GET", "/v1/completions/a/cancel", "POST"),
     ],
 )
 def test_wrong_methods(client: TestClient, method: str, path: str, allow: str) -> None:
@@ -109,9 +114,7 @@ def test_wrong_methods(client: TestClient, method: str, path: str, allow: str) -
     assert error_of(response)["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/nothing", "/", "/docs", "/v1/models/../../etc", "/%0d%0aX: 1"]
-)
+@pytest.mark.parametrize("path", ["/v1/nothing", "/docs/x", "/v1/models/../../etc", "/%0d%0aX: 1"])
 def test_unknown_paths(client: TestClient, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 404
@@ -146,6 +149,31 @@ def test_internal_errors_keep_their_details_for_the_log(
     assert "1234" not in response.text
     assert "1234" in caplog.text
     assert "request abc failed" in caplog.text
+
+
+def test_b054_no_middleware_hides_that_a_client_has_left(client: TestClient) -> None:
+    """Starlette's function style does; the tests of disconnects run with all that there is."""
+    stack = client.app.user_middleware  # type: ignore[attr-defined]
+    assert len(stack) >= 4
+    assert not [layer for layer in stack if issubclass(layer.cls, BaseHTTPMiddleware)]
+
+
+def test_b028_questions_that_the_engine_will_not_answer_are_a_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails between the check of readiness and the question, or with the question."""
+    worker = client.app.state.service.worker  # type: ignore[attr-defined]
+
+    async def ask(question: object) -> None:
+        worker.state = State.FAILED
+        raise Unavailable(State.FAILED)
+
+    monkeypatch.setattr(worker, "ask", ask)
+    for path in ("/v1/sessions/a", "/v1/cache/rows"):
+        worker.state = State.READY
+        response = client.get(path)
+        assert response.status_code == 503
+        assert error_of(response)["code"] == "failed"
 
 
 class TestRequestId:

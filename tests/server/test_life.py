@@ -237,7 +237,13 @@ def test_the_log_has_one_line_per_request_and_no_text(start: Start) -> None:
     client.get("/%0aforged")
     process.child.send_signal(signal.SIGTERM)
     _, log = process.end()
-    assert re.search(r"INFO POST /v1/completions 200 \d+\.\d ms, request r-1\n", log)
+    (line,) = [line for line in log.splitlines() if "request=r-1" in line]
+    assert re.search(
+        r"INFO POST /v1/completions 200 request=r-1 ms=[\d.]+ outcome=length call=cmpl-\w+ "
+        r"prompt_tokens=8 completion_tokens=16 cached_tokens=0 queue_ms=[\d.]+ prefill_ms=[\d.]+ "
+        r"decode_ms=[\d.]+ rows_computed=23 rows_reused=0$",
+        line,
+    )
     assert "secret" not in log
     assert "\nforged" not in log
     assert "/health" not in log

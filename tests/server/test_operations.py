@@ -206,6 +206,20 @@ class TestCache:
             assert seen[f"onerow_{names.get(name, name)}_total"] == value
         assert seen["onerow_cached_tokens_total"] == 3
 
+    def test_b108_rates_are_left_to_the_query(self, client: TestClient) -> None:
+        """Two counters; no gauge claims a rate over a time that nobody chose."""
+        complete(client)
+        before = samples(client)
+        complete(client, prompt="xyzw")
+        complete(client, prompt="xyzw")
+        after = samples(client)
+        hits, queries = (
+            after[name] - before[name]
+            for name in ("onerow_cached_tokens_total", "onerow_prompt_tokens_total")
+        )
+        assert (hits, queries) == (3, 8)
+        assert not [name for name in after if name.endswith(("_rate", "_ratio"))]
+
 
 class TestMetrics:
     def test_form(self, client: TestClient) -> None:
@@ -236,6 +250,22 @@ class TestMetrics:
         assert seen["onerow_request_generation_tokens_sum"] == 9
         assert seen["onerow_generation_tokens_total"] == 9
         assert seen["onerow_request_duration_seconds_sum"] >= 0.06
+
+    def test_time_per_output_token_is_that_between_two(self, serve: Serve) -> None:
+        client = serve(FakeModel(delay=0.02))
+        complete(client, max_tokens=1)
+        complete(client, max_tokens=4, n=2)
+        seen = samples(client)
+        assert seen["onerow_time_per_output_token_seconds_count"] == 2, "one for each choice"
+        assert 0.04 <= seen["onerow_time_per_output_token_seconds_sum"] < 1
+
+    def test_steps_and_what_is_computed_in_them(self, client: TestClient) -> None:
+        complete(client, max_tokens=5)
+        complete(client, max_tokens=5, use_cache=False)
+        seen = samples(client)
+        for name in ("step_seconds", "step_tokens"):
+            assert seen[f"onerow_{name}_count"] == seen["onerow_steps_total"] == 10
+        assert seen["onerow_step_tokens_sum"] == seen["onerow_rows_computed_total"]
 
     def test_b112_also_when_it_did_not_end_well(self, serve: Serve) -> None:
         client = serve(FakeModel(delay=0.02), request_timeout=0.1)
@@ -268,7 +298,8 @@ class TestDocument:
         operation = document["paths"]["/v1/completions"]["post"]
         responses = operation["responses"]
         assert set(responses) == {
-            "200", "400", "401", "404", "408", "413", "415", "429", "500", "503", "504",
+            "200", "400", "401", "404", "408", "413", "415", "429", "499", "500",
+            "503", "504",
         }  # fmt: skip
         stream = responses["200"]["content"]["text/event-stream"]["schema"]
         assert stream["type"] == "object"

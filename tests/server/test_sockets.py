@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 
 import httpx2
 import pytest
 
+from model.step import Draw, Work
 from tests.conftest import ServeLive
 from tests.fakes import FakeModel
 from tests.server.live import Live, events, wait_until
@@ -31,6 +33,18 @@ def read_until(connection: socket.socket, word: bytes) -> bytes:
 
 def status(connection: socket.socket) -> int:
     return int(read_until(connection, b"\r\n").split()[1])
+
+
+class PerToken(FakeModel):
+    """Two milliseconds for each token; notes the most that were computed in one step."""
+
+    longest = 0
+
+    def run(self, work: list[Work]) -> list[Draw]:
+        n = sum(w.end - w.start for w in work)
+        self.longest = max(self.longest, n)
+        self.delay = 0.002 * n
+        return super().run(work)
 
 
 def slow(delay: float = 0.01) -> FakeModel:
@@ -254,6 +268,52 @@ class TestBody:
         assert b'"code":"request_timeout"' in seen
         connection.close()
 
+    def test_b122_a_false_length(self, serve_live: ServeLive) -> None:
+        """Too short: what follows is no request. Too long: the rest never comes."""
+        live = serve_live(body_timeout=0.3)
+        for length, expected in (("5", 400), ("100000", 408)):
+            connection = live.send_raw(b'{"prompt": "ab"}', {"Content-Length": length})
+            assert status(connection) == expected
+            connection.close()
+        assert live.complete(prompt="ab").is_success
+
+    @pytest.mark.parametrize("line", [b"x" * 16384, b"X-A: " + b"x" * 1000 + b"\r\n"])
+    def test_b122_a_head_without_end(self, serve_live: ServeLive, line: bytes) -> None:
+        """In one header, or in many."""
+        live = serve_live()
+        connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-B: ")
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 2**25:
+                connection.sendall(line)
+                sent += len(line)
+        assert sent < 2**23
+        connection.close()
+        assert live.client.get("/health").is_success
+
+    def test_a_large_head_passes(self, serve_live: ServeLive) -> None:
+        live = serve_live()
+        for _ in range(3):  # on one connection
+            headers = {"X-Long": "x" * 30_000}
+            assert live.client.get("/health", headers=headers).is_success
+
+    def test_b122_a_head_that_takes_for_ever(
+        self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("server.protocol.SECONDS", 0.2)
+        live = serve_live()
+        silent = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+        slow_one = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+        slow_one.sendall(b"GET /health HTTP/1.1\r\n")
+        assert silent.recv(1) == slow_one.recv(1) == b""
+        later = live.send_raw(b'{"prompt": "ab"}', path="/tokenize")
+        assert b"200 OK" in read_until(later, b"}")
+        later.sendall(b"GET /health")
+        assert later.recv(1) == b""
+        for connection in (silent, slow_one, later):
+            connection.close()
+
     def test_b122_a_key_is_asked_for_before_the_body_comes(self, serve_live: ServeLive) -> None:
         live = serve_live(api_key="k")
         connection = live.send_raw(b"", {"Content-Length": "1000"})
@@ -279,6 +339,27 @@ class TestLoad:
         # The machine that runs the tests is shared, so not every single one is held to it.
         assert sorted(times)[int(len(times) * 0.9)] < 0.1
 
+    @pytest.mark.parametrize("use_cache", [True, False])
+    def test_b101_long_prompts_do_not_stall_running_streams(
+        self, serve_live: ServeLive, use_cache: bool
+    ) -> None:
+        """Each token costs time here. A step takes no more of them than its budget, so that is
+        what bounds the gap in a stream; and a short prompt does not wait for long ones.
+        """
+        model = PerToken()
+        live = serve_live(model, max_running=16, step_tokens=32)
+        streams = [live.send(**LONG, stream=True) for _ in range(5)]
+        wait_until(lambda: live.snapshot.running == 5)
+        model.longest = 0
+        others = [live.send(prompt="x" * 60, max_tokens=4, use_cache=use_cache) for _ in range(4)]
+        wait_until(lambda: live.snapshot.running > 5)
+        assert live.complete(prompt="y", max_tokens=1).is_success
+        assert live.snapshot.running > 5, "the long ones are not done yet"
+        for connection in (*streams, *others):
+            read_until(connection, b"0\r\n\r\n" if connection in streams else b"}}")
+            connection.close()
+        assert 20 < model.longest <= 32
+
     def test_b100_large_texts_are_encoded_off_the_loop(
         self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -297,6 +378,42 @@ class TestLoad:
             assert live.client.post("/tokenize", json={"prompt": prompt}).is_success
         assert threads[0] != threads[1]
         assert threads[0] == live.thread.name
+
+    def test_b100_b123_health_while_ten_large_bodies_are_parsed(
+        self, serve_live: ServeLive
+    ) -> None:
+        live = serve_live(slow(0.05))
+        text = json.dumps({"prompt": "^a " * 300_000}).encode()
+        ids = json.dumps({"prompt": [97] * 250_000}).encode()
+        tokens = json.dumps({"tokens": [97] * 250_000}).encode()
+        times = []
+        for path, body in (
+            ("/tokenize", text), ("/v1/completions", text), ("/v1/completions", ids),
+            ("/detokenize", tokens),
+        ):  # fmt: skip
+            connections = [live.send_raw(body, path=path) for _ in range(10)]
+            for connection in connections:
+                for _ in range(3):
+                    began = time.monotonic()
+                    assert live.client.get("/health").is_success
+                    times.append(time.monotonic() - began)
+                assert status(connection) == (400 if path == "/v1/completions" else 200)
+                connection.close()
+        # The machine that runs the tests is shared, so not every single one is held to it.
+        assert sorted(times)[int(len(times) * 0.9)] < 0.1
+
+    def test_b102_a_refusal_is_fast(self, serve_live: ServeLive) -> None:
+        model = slow(0.2)
+        live = serve_live(model, max_running=1, max_queue=0)
+        connection = live.send(**LONG, stream=True)
+        wait_until(lambda: live.snapshot.running == 1)
+        times = []
+        for _ in range(10):
+            began = time.monotonic()
+            assert live.complete(prompt="ab").status_code == 429
+            times.append(time.monotonic() - began)
+        assert sorted(times)[5] < 0.1
+        connection.close()
 
     def test_b102_b097_a_full_queue_says_429(self, serve_live: ServeLive) -> None:
         model = FakeModel()

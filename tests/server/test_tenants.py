@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -166,6 +167,45 @@ class TestIsolation:
         assert sessions(ANN) == [("s", 1), ("s2", 1)]
         assert sessions(BOB) == [("s", 1)]
         assert sessions(OPERATOR) == []
+
+    def test_b121_numbers_are_each_ones_own(self, client: TestClient) -> None:
+        def cache(key: str) -> dict[str, Any]:
+            answer: dict[str, Any] = client.get("/v1/cache", headers=bearer(key)).json()
+            return answer
+
+        untouched = cache(BOB)
+        complete(client, ANN, session_id="s")
+        assert cache(BOB) == untouched, "nothing that ann does is to be seen"
+        own = cache(ANN)
+        assert own["totals"] is None
+        assert own["rows"]["idle"] == own["sessions"][0]["rows"] == len(PROMPT) + 1
+        assert own["rows"]["free"] == own["rows"]["total"] - own["rows"]["idle"]
+        assert own["bytes"] == own["rows"]["idle"] * own["row_bytes"]
+
+    def test_b121_rows_and_reset_are_each_ones_own(self, client: TestClient) -> None:
+        complete(client, ANN, session_id="s")
+        runs = client.get("/v1/cache/rows", headers=bearer(BOB)).json()["runs"]
+        assert {run["state"] for run in runs} <= {"free", "other"}
+        assert {run["owner"] for run in runs} == {None}
+        dropped = client.post("/v1/cache/reset", headers=bearer(BOB)).json()
+        assert dropped["rows_freed"] == 0
+        assert cached(complete(client, ANN)) == len(PROMPT) - 1
+
+    def test_b121_anothers_session_looks_like_a_missing_one(self, client: TestClient) -> None:
+        complete(client, ANN, session_id="real")
+        for method, path, body in (
+            ("GET", "", None), ("DELETE", "", None), ("POST", "/fork", {"id": "x"}),
+            ("POST", "/rewind", {"turn": 0}),
+        ):  # fmt: skip
+            theirs, none = (
+                client.request(method, f"/v1/sessions/{name}{path}", json=body, headers=bearer(BOB))
+                for name in ("real", "none")
+            )
+            assert theirs.status_code == none.status_code == 404
+            assert theirs.text.replace("real", "none") == none.text
+        assert client.get("/v1/sessions", headers=bearer(BOB)).json()["data"] == []
+        mine = client.get("/v1/sessions/real", headers=bearer(ANN)).json()
+        assert mine["turns"] == 1
 
     def test_metrics_are_for_the_operator(self, client: TestClient) -> None:
         for key in (ANN, BOB):

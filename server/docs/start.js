@@ -1,0 +1,6 @@
+SwaggerUIBundle({
+  url: "openapi.json",
+  dom_id: "#docs",
+  deepLinking: true,
+  validatorUrl: null, // it would show the document to another host
+});
