@@ -27,7 +27,11 @@ OUTCOMES = (
     "unavailable",
     "error",
 )
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+# From a step of a small model on a GPU to the longest answer.
+SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
 TOKENS = tuple(2**k for k in range(15))
 
 GAUGES = {

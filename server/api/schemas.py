@@ -492,11 +492,11 @@ class RowRunAnswer(BaseModel):
 
     start: int
     n: int
-    state: Literal["free", "running", "idle", "other"] = Field(
-        description="other: not free, and not the caller's"
+    state: Literal["free", "running", "idle"] = Field(
+        description="with named keys, rows of other callers look free"
     )
     owner: str | None = Field(description="a session, or the call that runs; null: anonymous")
-    holders: int = Field(description="sequences that hold each of the rows; 0 where not to be told")
+    holders: int = Field(description="sequences that hold each of the rows")
 
 
 class RowsAnswer(BaseModel):

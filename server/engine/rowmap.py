@@ -16,9 +16,8 @@ from server.engine.sessions import Kept
 class RowRun:
     """`n` rows from `start` on that are alike.
 
-    `state` is free, running, idle, or other: what belongs to another tenant is told apart from
-    free rows only. `owner` is a session, the call that runs, or None: anonymous rows, and free
-    ones. `holders` counts the sequences that hold each of the rows.
+    `state` is free, running or idle. `owner` is a session, the call that runs, or None: anonymous
+    rows, and free ones. `holders` counts the sequences that hold each of the rows.
     """
 
     start: int
@@ -31,19 +30,21 @@ class RowRun:
 def row_runs(
     pool: RowPool, running: Iterable[Sequence], idle: Iterable[Kept], tenant: str | None
 ) -> list[RowRun]:
-    """The runs of all rows, in order, as `tenant` may see them; None sees everything."""
-    owners: list[tuple[str, str | None]] = [("free", None), ("other", None), ("idle", None)]
-    kind = np.where(pool.references > 0, 1, 0)
+    """The runs of all rows, in order, as `tenant` may see them: what belongs to others looks free.
+    None sees everything.
+    """
+    owners: list[tuple[str, str | None]] = [("free", None), ("idle", None)]
+    kind = np.zeros(pool.n_rows, np.int64)
     for kept in idle:
         if tenant in (None, kept.tenant):
             if kept.name is not None:
                 owners.append(("idle", kept.name))
-            kind[kept.rows] = len(owners) - 1 if kept.name is not None else 2
+            kind[kept.rows] = 1 if kept.name is None else len(owners) - 1
     for sequence in running:  # last: what runs is running, whoever else holds it
         if tenant in (None, sequence.request.tenant):
             owners.append(("running", sequence.request.session or sequence.request.id))
             kind[sequence.rows] = len(owners) - 1
-    holders = np.where(kind == 1, 0, pool.references)
+    holders = np.where(kind == 0, 0, pool.references)
     edges = np.flatnonzero((np.diff(kind) != 0) | (np.diff(holders) != 0)) + 1
     starts = [0, *edges.tolist()]
     ends = [*edges.tolist(), pool.n_rows]

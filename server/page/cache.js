@@ -168,7 +168,7 @@ export class CacheView {
   #point(row) {
     this.#cell = row;
     const { state, owner, holders } = this.#map.describe(row);
-    const parts = [`Row ${count(row)}: ${state === "other" ? "of another caller" : state}`];
+    const parts = [`Row ${count(row)}: ${state}`];
     if (owner) parts.push(owner);
     if (holders > 1) parts.push(`shared by ${holders}`);
     $("cache-cell").textContent = parts.join(", ");

@@ -1,6 +1,6 @@
 import { colour } from "/page/dom.js";
 
-const STATES = ["free", "running", "idle", "other"];
+const STATES = ["free", "running", "idle"];
 const HUES = 8; // --owner-0 and on, in the style sheet
 const SHARED = 0.68; // of the brightness of a row of one holder
 const [LEAST, MOST] = [2, 14]; // pixels that a cell is wide
@@ -14,7 +14,7 @@ export class RowMap {
   #canvas;
   #context;
   #total = 0;
-  #kinds = new Uint8Array(); // state, or 4 + hue of the session
+  #kinds = new Uint8Array(); // number of the state; behind them, hue of the session
   #holders = new Uint16Array();
   #owners = [""]; // names, by number
   #hues = new Map(); // session to the number of its colour
@@ -57,7 +57,7 @@ export class RowMap {
       const end = start + n;
       const name = owner ?? "";
       if (!numbers.has(name)) numbers.set(name, this.#owners.push(name) - 1);
-      this.#kinds.fill(named ? 4 + this.hue(owner) : STATES.indexOf(state), start, end);
+      this.#kinds.fill(named ? STATES.length + this.hue(owner) : STATES.indexOf(state), start, end);
       this.#holders.fill(Math.min(holders, 65535), start, end);
       this.#owner.fill(numbers.get(name), start, end);
       this.#soil(start, end);
@@ -66,7 +66,7 @@ export class RowMap {
 
   /** Read the colours of the style sheet again. */
   recolour() {
-    const names = ["--free", "--running", "--idle", "--other"];
+    const names = STATES.map((state) => `--${state}`);
     for (let i = 0; i < HUES; i++) names.push(`--owner-${i}`);
     names.push("--paper"); // what is no row, at the end of the last line
     this.#palette = names.map(colour);
@@ -99,7 +99,7 @@ export class RowMap {
   describe(row) {
     const kind = this.#kinds[row];
     return {
-      state: kind >= 4 ? "idle" : STATES[kind],
+      state: STATES[kind] ?? "idle",
       owner: this.#owners[this.#owner[row]],
       holders: this.#holders[row],
     };
@@ -141,7 +141,7 @@ export class RowMap {
     const end = Math.min((last + 1) * this.#columns, this.#image.width * this.#image.height);
     const pixels = this.#image.data;
     for (let row = start, at = 4 * start; row < end; row++, at += 4) {
-      const [r, g, b] = this.#palette[row < this.#total ? this.#kinds[row] : 4 + HUES];
+      const [r, g, b] = this.#palette[row < this.#total ? this.#kinds[row] : STATES.length + HUES];
       const light = this.#holders[row] > 1 ? SHARED : 1;
       pixels[at] = r * light;
       pixels[at + 1] = g * light;

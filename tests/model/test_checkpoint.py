@@ -222,7 +222,7 @@ def test_each_missing_file_is_named(tmp_path: Path, name: str) -> None:
         {"tie_word_embeddings": False},
     ],
 )
-def test_logits_equal_hugging_face(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_b144_logits_equal_hugging_face(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = randomised(GPT2LMHeadModel(small(**changes)))
     loaded = load(saved(model, tmp_path))
     torch.testing.assert_close(logits(loaded.model), hf_logits(model), atol=1e-4, rtol=0)
@@ -244,7 +244,9 @@ def test_names_without_prefix(tmp_path: Path, hf_model: GPT2LMHeadModel) -> None
     torch.testing.assert_close(logits(load(path).model), hf_logits(hf_model), atol=1e-4, rtol=0)
 
 
-def test_the_square_projection_is_transposed_too(folder: Path, hf_model: GPT2LMHeadModel) -> None:
+def test_b140_the_square_projection_is_transposed_too(
+    folder: Path, hf_model: GPT2LMHeadModel
+) -> None:
     """It fits either way, so that only the format can tell (and a loader that forgot it fails)."""
     loaded = load(folder)
     matrix = loaded.model.get_parameter("h.1.attn.c_proj.weight")
@@ -266,7 +268,7 @@ def test_masks_are_skipped_and_nothing_else(folder: Path, hf_model: GPT2LMHeadMo
     assert "unexpected h.1.attn.scale" in refusal(folder)
 
 
-def test_head_equal_to_the_embedding_is_tied(folder: Path) -> None:
+def test_b142_head_equal_to_the_embedding_is_tied(folder: Path) -> None:
     before = load(folder)
     edit_weights(
         folder / WEIGHTS, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] * 1})
@@ -277,7 +279,7 @@ def test_head_equal_to_the_embedding_is_tied(folder: Path) -> None:
     assert after.fingerprint == before.fingerprint
 
 
-def test_head_different_from_the_embedding_is_kept(folder: Path) -> None:
+def test_b142_head_different_from_the_embedding_is_kept(folder: Path) -> None:
     head = torch.randn(257, 16)
     edit_weights(folder / WEIGHTS, lambda t: t.update({"lm_head.weight": head}))
     loaded = load(folder)
@@ -285,7 +287,7 @@ def test_head_different_from_the_embedding_is_kept(folder: Path) -> None:
     assert torch.equal(loaded.model.lm_head.weight, head)
 
 
-def test_head_alone_is_the_embedding(folder: Path, hf_model: GPT2LMHeadModel) -> None:
+def test_b142_head_alone_is_the_embedding(folder: Path, hf_model: GPT2LMHeadModel) -> None:
     def rename(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
 
@@ -295,7 +297,7 @@ def test_head_alone_is_the_embedding(folder: Path, hf_model: GPT2LMHeadModel) ->
     torch.testing.assert_close(logits(loaded.model), hf_logits(hf_model), atol=1e-4, rtol=0)
 
 
-def test_neither_head_nor_embedding_is_refused(folder: Path) -> None:
+def test_b142_neither_head_nor_embedding_is_refused(folder: Path) -> None:
     edit_weights(folder / WEIGHTS, lambda t: t.pop("transformer.wte.weight"))
     assert f"{WEIGHTS}: neither wte.weight nor lm_head.weight" in refusal(folder)
 
@@ -457,14 +459,14 @@ def shard_of(folder: Path, name: str) -> Path:
     return folder / str(index["weight_map"][name])
 
 
-def test_an_absent_shard_is_named(sharded: Path) -> None:
+def test_b146_an_absent_shard_is_named(sharded: Path) -> None:
     shard = shard_of(sharded, SQUARE)
     shard.unlink()
     assert f"{shard}: no such file" in refusal(sharded)
 
 
 @pytest.mark.parametrize("cut", [1000, None])
-def test_a_cut_shard_is_named(sharded: Path, cut: int | None) -> None:
+def test_b146_a_cut_shard_is_named(sharded: Path, cut: int | None) -> None:
     shard = shard_of(sharded, SQUARE)
     shard.write_bytes(shard.read_bytes()[:-cut] if cut else b"")
     assert f"{shard}: empty, cut short" in refusal(sharded)
@@ -504,7 +506,7 @@ def test_a_broken_index_is_refused(sharded: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "model-00009-of-00009.safetensors"])
-def test_files_that_the_index_does_not_name_are_left_alone(
+def test_b146_files_that_the_index_does_not_name_are_left_alone(
     sharded: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = load(sharded)
@@ -634,7 +636,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_pickle_does_not_run(tmp_path: Path, zipped: bool) -> None:
+def test_b124_code_in_a_pickle_does_not_run(tmp_path: Path, zipped: bool) -> None:
     content = {"model": Trap(tmp_path / "sprung"), "model_args": {}}
     torch.save(content, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped)
     message = refusal(tmp_path)
@@ -655,7 +657,7 @@ def test_a_cut_pickle_is_refused(tmp_path: Path, keep: float) -> None:
 # GPT-2's vocabulary from tiktoken
 
 
-def test_gpt2_vocabulary_is_named_where_it_is_missing(
+def test_b131_gpt2_vocabulary_is_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the network swallows the request instead of failing."""

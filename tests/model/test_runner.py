@@ -65,14 +65,14 @@ def check_split(model: GPT, expected: oracle.Array, lengths: list[int]) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(lengths=splits(150))
-def test_any_split_gives_the_same_logits(
+def test_b001_any_split_gives_the_same_logits(
     model: GPT, expected: oracle.Array, lengths: list[int]
 ) -> None:
     check_split(model, expected, lengths)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 150, [150], [149, 1], [1, 149], [64, 64, 22]])
-def test_row_by_row_and_in_one_piece_too(
+def test_b002_row_by_row_and_in_one_piece_too(
     model: GPT, expected: oracle.Array, lengths: list[int]
 ) -> None:
     check_split(model, expected, lengths)
