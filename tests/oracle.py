@@ -1,5 +1,5 @@
-"""The oracle of the tests of numbers: the reference, in NumPy and float64, which shares no line with
-the network that serves and keeps nothing from one call to the next.
+"""The oracle of the tests of numbers: the reference, in NumPy and float64, which shares no line
+with the network that serves and keeps nothing from one call to the next.
 """
 
 from __future__ import annotations
