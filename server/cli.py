@@ -6,11 +6,11 @@ import importlib.util
 import inspect
 import json
 import os
-import platform
 import secrets
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
@@ -19,7 +19,6 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from rich.console import Console
-from rich.progress import track
 
 from model.config import PRESETS, GPTConfig
 from server.settings import Settings, SettingsError
@@ -247,9 +246,8 @@ def train(
 
     Of the first file every 50th story is held out, to measure with; of the others a share is used.
     """
-    missing = [name for name in ("tokenizers", "matplotlib") if not importlib.util.find_spec(name)]
-    if missing:
-        _fail(f"training needs {' and '.join(missing)}: pip install 'onerow[train]'", FAILED)
+    if not importlib.util.find_spec("tokenizers"):
+        _fail("training needs tokenizers: pip install 'onerow[train]'", FAILED)
     if preset not in PRESETS:
         _fail(f"--preset: one of {', '.join(PRESETS)}", USAGE)
     settings = _settings(device=device)
@@ -278,7 +276,19 @@ def _read_config(model: str) -> GPTConfig:
         return formats.read(checkpoint.resolve(model)).config
 
 
-CONTEXT_HELP = "prompt tokens, may be repeated [32, 128, 256, 480]"
+Contexts = Annotated[list[int] | None, typer.Option(min=1, help="tokens of the prompt")]
+Tokens = Annotated[list[int] | None, typer.Option(min=2, help="tokens generated in each answer")]
+Concurrency = Annotated[
+    list[int] | None, typer.Option(min=1, help="conversations at once; with --rate the most")
+]
+Rates = Annotated[
+    list[float] | None, typer.Option(min=1e-3, help="conversations that begin per second")
+]
+Shares = Annotated[
+    list[float] | None, typer.Option(min=0, max=1, help="share of the prompt that all have")
+]
+Turns = Annotated[list[int] | None, typer.Option(min=1, help="requests of a conversation")]
+SLO_HELP = "limits in ms for goodput, such as ttft=200,tpot=50 (also e2e)"
 
 
 @app.command()
@@ -289,59 +299,95 @@ def bench(
     device: Device = None,
     dtype: Dtype = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of our server")] = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help=CONTEXT_HELP)] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="tokens generated in each completion")] = 24,
-    repeats: Annotated[int, typer.Option(min=1, help="completions per context and arm")] = 5,
+    preset: Annotated[Literal["quick", "standard", "full"], typer.Option()] = "quick",
+    context: Contexts = None,
+    tokens: Tokens = None,
+    concurrency: Concurrency = None,
+    rate: Rates = None,
+    shared: Shares = None,
+    turns: Turns = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="runs of each load and arm")] = None,
+    slo: Annotated[str | None, typer.Option(metavar="LIMITS", help=SLO_HELP)] = None,
     seed: Seed = None,
-    out: Annotated[Path, typer.Option(help="where the samples go")] = Path("result.json"),
+    out: Annotated[Path, typer.Option(help="folder of the report")] = Path("onerow-bench"),
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="only compare two result.json")
+    ] = None,
 ) -> None:
-    """Measure what the cache is worth.
+    """Measure what the cache is worth, with the cache and without, side by side.
 
-    The same work with the cache and without, side by side, one completion at a time.
+    A preset sweeps everything: quick takes less than a minute, standard minutes, full an hour or
+    more. Any of --context, --tokens, --concurrency, --rate, --shared, --turns replaces its sweeps:
+    what is given several times is swept, what is given once holds for all.
     """
-    from server.loadtest import report
-    from server.loadtest.client import Client, ServerError
+    if compare:
+        _compare(*compare)
+        return
+    from server.loadtest import workload
+    from server.loadtest.bench import WorkloadError, command_line, run
+    from server.loadtest.client import ServerError
+    from server.loadtest.figures import Objective
     from server.loadtest.host import own_server
-    from server.loadtest.measurement import measure
-    from server.loadtest.workload import trials
+    from server.loadtest.report import tables
+    from server.loadtest.target import Target
 
     own = {"model": model, "device": device, "dtype": dtype, "threads": threads}
-    _settings(**own)  # what the server would refuse is refused here, with its words
+    settings = _settings(**own)  # what the server would refuse is refused here, with its words
     flags = [f"--{name}={value}" for name, value in own.items() if value is not None]
     if url and flags:
         _fail(f"{flags[0]}: the server at --url has its own", USAGE)
-    seed = secrets.randbits(32) if seed is None else seed  # a server that runs knows old prompts
-    contexts = context or [32, 128, 256, 480]
-    plan = trials(contexts, tokens, repeats, seed)
     try:
-        with (
-            own_server(flags) if url is None else nullcontext(url) as address,
-            Client(address, api_key) as client,
-        ):
-            name, window = client.model()
-            if max(contexts) + tokens > window:
-                _fail(f"{max(contexts)} + {tokens} tokens exceed the window of {window}", USAGE)
-            measurement = measure(client, track(plan, "measuring", console=Console(stderr=True)))
+        objective = Objective.read(slo) if slo else None
+    except ValueError as error:
+        _fail(f"--slo: {error}", USAGE)
+    seed = secrets.randbits(32) if seed is None else seed  # a server that runs knows old prompts
+    several = zip(workload.SWEEPS, (context, tokens, concurrency, rate, shared, turns), strict=True)
+    given = {name: values for name, values in several if values}
+    facts = {
+        "threads": None if url else settings.threads,
+        "server": url or " ".join(["onerow serve", *flags]),
+        "preset": None if given else preset,
+        "command_line": shlex.join(["onerow", *command_line(sys.argv[1:], api_key)]),
+    }
+    try:
+        with own_server(flags) if url is None else nullcontext(url) as address:
+            target = Target.at(address, api_key)
+            work = workload.plan(workload.PRESETS[preset], given, target.window, repeats)
+            outcome = run(address, api_key, target, work, seed, objective, facts)
     except ServerError as error:
         _fail(error, FAILED)
-    conditions = {
-        "onerow": VERSION,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "server": url or " ".join(["onerow serve", *flags]),
-        "model": name,
-        "window": window,
-        "tokens": tokens,
-        "repeats": repeats,
-        "seed": seed,
-    }
-    result = report.summary(measurement, conditions)
-    samples = [asdict(sample) for sample in measurement.samples]
-    out.write_text(json.dumps({**result, "samples": samples}, indent=1) + "\n")
-    Console().print(report.table(report.compare(measurement.samples), f"{name}: ms per token"))
-    for failure in measurement.failures:
-        typer.echo(f"onerow: context {failure.context}: {failure.error}", err=True)
-    typer.echo(json.dumps(result))
-    if measurement.interrupted:
+    except WorkloadError as error:
+        _fail(error, USAGE)
+    try:
+        paths = outcome.write(out, work)
+    except OSError as error:
+        _fail(f"--out: {out}: {error.strerror}", FAILED)
+    summary = outcome.summary
+    Console().print(tables(outcome.comparisons, outcome.cells, summary))
+    for words in summary["warnings"]:
+        typer.echo(f"onerow: {words}", err=True)
+    for reason, n in outcome.errors.items():
+        typer.echo(f"onerow: {n} times: {reason}", err=True)
+    typer.echo(f"written: {', '.join(map(str, paths))}", err=True)
+    typer.echo(json.dumps(summary))
+    if summary["interrupted"]:
         raise typer.Exit(INTERRUPTED)
-    if measurement.failures:
+    if outcome.failed:
         raise typer.Exit(FAILED)
+
+
+def _compare(first: Path, second: Path) -> None:
+    from server.loadtest import comparison
+    from server.loadtest.report import table
+    from server.loadtest.result import ResultError, read
+
+    try:
+        a, b = read(first), read(second)
+        rows, differences = comparison.rows(a, b), comparison.differences(a, b)
+    except ResultError as error:
+        _fail(error, FAILED)
+    Console().print(table(rows, f"a: {first}, b: {second}"))
+    for words in differences:
+        typer.echo(f"onerow: not the same: {words}", err=True)
+    if len(rows) == 1:
+        _fail("the two have no load in common", FAILED)

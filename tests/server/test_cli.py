@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,13 @@ from model.config import PRESETS, GPTConfig
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
 from server.cli import app
-from server.loadtest.client import Client, ServerError
+from server.loadtest.client import ServerError
 from server.loadtest.host import own_server
+from server.loadtest.target import Target
 from server.settings import Settings
 from server.version import VERSION
+from tests.server.live import wait_until
+from tests.server.loadtest.fake import answer, serving
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -167,7 +171,7 @@ class TestServe:
         assert result.exit_code == 2
         assert "port" in one_line(result)
 
-    def test_more_than_one_process_is_refused(
+    def test_b111_more_than_one_process_is_refused(
         self, served: list[Settings], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         result = run("serve", "--workers", "2")
@@ -381,21 +385,107 @@ class TestTrain:
 
 @pytest.mark.slow
 class TestBench:
-    def bench(self, *flags: str) -> Result:
-        return run("bench", "--context", "4", "--context", "8", "--tokens", "4", *flags)
+    def bench(self, out: Path, *flags: str) -> Result:
+        return run("bench", "--context", "4", "--context", "8", "--out", str(out), *flags)
 
     def test_a_server_of_its_own(self, tiny: str, tmp_path: Path) -> None:
-        out = tmp_path / "result.json"
-        result = self.bench("--model", tiny, "--device", "cpu", "--repeats", "2", "--out", str(out))
+        result = self.bench(
+            tmp_path, "--model", tiny, "--device", "cpu", "--tokens", "4", "--repeats", "2"
+        )
         assert result.exit_code == 0, result.stderr
-        summary, file = json.loads(result.stdout.splitlines()[-1]), json.loads(out.read_text())
-        samples = file.pop("samples")
-        assert file == summary
+        summary = json.loads(result.stdout.splitlines()[-1])
+        whole = json.loads((tmp_path / "result.json").read_text())
+        samples, cells = whole.pop("samples"), whole.pop("cells")
+        assert whole == summary
         assert [c["context"] for c in summary["contexts"]] == [4, 8]
         assert all(c["cached"]["median"] > 0 and c["ratio"] > 0 for c in summary["contexts"])
         assert summary["failures"] == 0
-        assert len(samples) == 2 * 2 * 2
+        assert len(samples) == 2 * 2 * 2 * 2
+        assert len(cells) == 2 * 2
+        assert all(cell["server"]["decode_ms"] > 0 for cell in cells)
+        assert (summary["conditions"]["device"], summary["conditions"]["dtype"]) == (
+            "cpu",
+            "float32",
+        )
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"result.json", "report.html", "context.png", "timeline.png"}
         assert "ratio" in result.stdout
+
+    def test_b115_b119_a_second_run_finds_nothing_of_the_first(
+        self, tiny: str, tmp_path: Path
+    ) -> None:
+        """Hit tokens say so: what is shared is found, by the cached arm alone, and nothing else."""
+        load = ("--context", "32", "--tokens", "3", "--repeats", "1")
+        with own_server([f"--model={tiny}", "--device=cpu"]) as url:
+            summaries = []
+            for more in ([], [], ["--shared", "0.5"], ["--turns", "2"]):
+                result = run("bench", "--url", url, "--out", str(tmp_path), *load, *more)
+                assert result.exit_code == 0, result.stderr
+                summaries.append(json.loads(result.stdout.splitlines()[-1])["arms"])
+        for arms in summaries:
+            assert arms["uncached"]["cached_tokens"] == 0
+            for name in ("tokens", "prompt_tokens", "requests"):
+                assert arms["cached"][name] == arms["uncached"][name]
+        first, second, shared, turns = (arms["cached"]["cached_tokens"] for arms in summaries)
+        assert first <= 4  # two random prompts may begin with the same id
+        assert second <= 4
+        assert 16 <= shared < 16 + 8  # the second of two prompts finds half of the first
+        assert turns >= 2 * 18  # each second turn finds the first one and its answer
+
+    def test_one_arm_where_use_cache_is_not_known(self, tmp_path: Path) -> None:
+        with serving() as fake:
+            result = self.bench(tmp_path, "--url", fake.url, "--repeats", "1")
+        assert result.exit_code == 0, result.stderr
+        summary = json.loads(result.stdout.splitlines()[-1])
+        assert [*summary["arms"]] == ["as_served"]
+        assert "does not know use_cache" in result.stderr
+
+    def test_failures_are_told_and_counted(self, tmp_path: Path) -> None:
+        with serving() as fake:
+            fake.status, fake.script = 503, lambda _: ["busy"]
+            result = self.bench(tmp_path, "--url", fake.url, "--repeats", "1")
+        assert result.exit_code == 1
+        assert "6 of 6 requests failed" in result.stderr
+        assert "6 times: status 503" in result.stderr
+        assert "503" in (tmp_path / "report.html").read_text()
+
+    def test_ctrl_c_writes_what_was_measured(self, tmp_path: Path) -> None:
+        with serving() as fake:
+            fake.script = partial(answer, pause=0.05)
+            command = [sys.executable, "-m", "server", "bench", "--url", fake.url]
+            command += [
+                "--context",
+                "8",
+                "--tokens",
+                "8",
+                "--repeats",
+                "99",
+                "--out",
+                str(tmp_path),
+            ]
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            wait_until(lambda: len(fake.bodies) >= 5, 60)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        assert process.returncode == 130, err
+        summary = json.loads(out.splitlines()[-1])
+        assert summary["interrupted"]
+        assert summary["requests"] >= 3
+        assert summary["failures"] == 0
+        assert "was interrupted" in (tmp_path / "report.html").read_text()
+
+    def test_compare(self, tmp_path: Path) -> None:
+        with serving() as fake:
+            for name in ("a", "b"):
+                self.bench(tmp_path / name, "--url", fake.url, "--repeats", "1", "--tokens", "3")
+        files = [str(tmp_path / name / "result.json") for name in ("a", "b")]
+        result = run("bench", "--compare", *files)
+        assert result.exit_code == 0, result.stderr
+        assert "context 8, 3 tokens" in result.stdout
+        assert "b / a" in result.stdout
+        assert "no such" in one_line(run("bench", "--compare", files[0], "nowhere.json")).lower()
 
     def test_the_end_of_the_test_is_the_end_of_its_server(self, tiny: str) -> None:
         """SIGTERM is taken as Ctrl-C is, so that no server is left behind."""
@@ -410,29 +500,46 @@ class TestBench:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         assert signal.getsignal(signal.SIGTERM) is before
-        with Client(addresses[0]) as client, pytest.raises(ServerError):
-            client.model()
+        with pytest.raises(ServerError):
+            Target.at(addresses[0])
 
     def test_a_server_that_does_not_start(self, tmp_path: Path) -> None:
-        result = self.bench("--model", str(tmp_path / "nothing"))
+        result = self.bench(tmp_path, "--model", str(tmp_path / "nothing"))
         assert result.exit_code == 1
         assert "the server did not start" in one_line(result)
         assert "no such model" in result.stderr
 
-    def test_more_than_the_window(self, tiny: str) -> None:
-        result = self.bench("--model", tiny, "--device", "cpu", "--context", "61")
+    def test_more_than_the_window(self, tiny: str, tmp_path: Path) -> None:
+        result = self.bench(
+            tmp_path, "--model", tiny, "--device", "cpu", "--context", "61", "--tokens", "4"
+        )
         assert result.exit_code == 2
         assert "61 + 4 tokens exceed the window of 64" in one_line(result)
 
-    def test_a_server_that_runs_has_its_own_model(self, tiny: str) -> None:
-        result = self.bench("--url", "http://127.0.0.1:9", "--model", tiny)
+    def test_a_server_that_runs_has_its_own_model(self, tiny: str, tmp_path: Path) -> None:
+        result = self.bench(tmp_path, "--url", "http://127.0.0.1:9", "--model", tiny)
         assert result.exit_code == 2
         assert "--url" in one_line(result)
 
-    def test_nobody_there(self) -> None:
-        assert self.bench("--url", "http://127.0.0.1:9").exit_code == 1
+    def test_nobody_there(self, tmp_path: Path) -> None:
+        assert self.bench(tmp_path, "--url", "http://127.0.0.1:9").exit_code == 1
 
-    def test_a_bad_setting_is_told_before_anything_starts(self) -> None:
-        result = self.bench("--device", "tpu")
+    def test_a_bad_setting_is_told_before_anything_starts(self, tmp_path: Path) -> None:
+        result = self.bench(tmp_path, "--device", "tpu")
         assert result.exit_code == 2
         assert "device" in one_line(result)
+
+    @pytest.mark.parametrize("flags", [["--slo", "fast"], ["--context", "4", "--turns", "5"]])
+    def test_what_cannot_be_measured(self, flags: list[str], tmp_path: Path) -> None:
+        with serving() as fake:
+            result = run("bench", "--url", fake.url, "--out", str(tmp_path), *flags)
+        assert result.exit_code == 2
+        assert flags[-1] in one_line(result)
+        assert not fake.bodies
+
+    def test_a_folder_that_cannot_be(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with serving() as fake:
+            result = self.bench(tmp_path / "file", "--url", fake.url, "--repeats", "1")
+        assert result.exit_code == 1
+        assert "--out" in result.stderr

@@ -1,0 +1,3 @@
+from tests.server.loadtest.fake import fake
+
+__all__ = ["fake"]

@@ -1,0 +1,157 @@
+"""What the client sees of a stream whose timing is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from server.loadtest.client import Client, Sample, ServerError
+from server.loadtest.target import Target
+from server.loadtest.workload import Arm
+from tests.server.loadtest.fake import DONE, FakeServer, Script, event, serving
+
+PROMPT = (1, 2, 3, 4)
+
+
+def measure(
+    url: str, tokens: int = 3, arm: Arm = Arm.CACHED, key: str | None = None, waited: float = 0.0
+) -> tuple[Sample, list[int]]:
+    async def once() -> tuple[Sample, list[int]]:
+        async with Client(url, "fake", key) as client:
+            start = time.perf_counter() - waited
+            return await client.measure(PROMPT, tokens, arm, start, 0.0)
+
+    return asyncio.run(once())
+
+
+class TestTimes:
+    def test_tokens_and_not_events_are_counted(self, fake: FakeServer) -> None:
+        # The second token was held back: three tokens in two events, 0.2 s apart.
+        fake.script = lambda _: [0.1, event(1, cached=2), 0.2, event(3, cached=2), DONE]
+        sample, _ = measure(fake.url)
+        assert sample.error is None
+        assert sample.ttft is not None
+        assert sample.tpot is not None
+        assert 0.1 <= sample.ttft < 1
+        assert 0.09 < sample.tpot < 0.2  # over two events it would be 0.2 at least
+        assert sample.tpot == pytest.approx(sample.itl[0] / 2)
+        assert (sample.tokens, sample.prompt_tokens, sample.cached_tokens) == (3, 4, 2)
+
+    def test_pauses(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(1), 0.1, event(2), 0.3, event(3), DONE]
+        sample, _ = measure(fake.url)
+        assert len(sample.itl) == 2
+        assert 0.09 < sample.itl[0] < 0.25 < sample.itl[1] < 0.5
+        assert sample.e2e > 0.4
+
+    def test_an_event_without_new_tokens_is_no_token(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(0), event(1), event(3), 0.5, event(3), DONE]
+        sample, _ = measure(fake.url)
+        assert sample.tpot is not None
+        assert sample.tpot < 0.2
+        assert sample.e2e > 0.5
+
+    def test_of_one_token_there_is_no_time_per_token(self, fake: FakeServer) -> None:
+        sample, _ = measure(fake.url, tokens=1)
+        assert sample.error is None
+        assert sample.tpot is None
+        assert sample.itl == []
+
+    def test_a_latency_begins_when_it_was_due(self, fake: FakeServer) -> None:
+        sample, _ = measure(fake.url, waited=5.0)
+        assert sample.ttft is not None
+        assert sample.ttft > 5
+        assert sample.e2e > 5
+        assert sample.lateness == pytest.approx(5, abs=0.5)
+        assert sample.service < 1
+
+    def test_a_server_that_counts_only_at_the_end(self, fake: FakeServer) -> None:
+        text = json.dumps({"choices": [{"text": "x"}]})
+        end = json.dumps({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 5}})
+        fake.script = lambda _: [text, 0.2, text, end, DONE]
+        sample, _ = measure(fake.url, tokens=5)
+        assert sample.error is None
+        assert sample.tokens == 5
+        assert sample.tpot is not None
+        assert 0.045 < sample.tpot < 0.1  # four tokens after the first
+
+    def test_the_servers_own_times(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(3), event(3, timings={"prefill_ms": 7.5}), DONE]
+        assert measure(fake.url)[0].timings == {"prefill_ms": 7.5}
+
+
+class TestRequest:
+    def test_asks_for_exactly_the_tokens(self, fake: FakeServer) -> None:
+        _, ids = measure(fake.url, key="secret", arm=Arm.UNCACHED)
+        [body], [head] = fake.bodies, fake.heads
+        assert (body["prompt"], body["max_tokens"]) == ([1, 2, 3, 4], 3)
+        assert body["ignore_eos"] is True
+        assert body["use_cache"] is False
+        assert "authorization: bearer secret" in head.lower()
+        assert ids == [201, 202, 203]
+
+    def test_a_server_that_knows_no_use_cache_is_not_told_of_it(self, fake: FakeServer) -> None:
+        measure(fake.url, arm=Arm.AS_SERVED)
+        assert "use_cache" not in fake.bodies[0]
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("script", "reason"),
+        [
+            ([event(2), DONE], "2 tokens where 3"),
+            ([event(3)], "without .DONE."),
+            (["{", DONE], "not JSON"),
+            (["[]", DONE], "no object"),
+            (["{}", DONE], "no completion's"),
+            (['{"choices": [3]}', DONE], "no completion's"),
+            ([event(1), '{"error": {"message": "out of luck"}}'], "out of luck"),
+        ],
+    )
+    def test_a_bad_stream_is_a_failed_sample(
+        self, fake: FakeServer, script: Script, reason: str
+    ) -> None:
+        fake.script = lambda _: script
+        error = measure(fake.url)[0].error
+        assert error is not None
+        with pytest.raises(ServerError, match=reason):
+            raise ServerError(error)
+
+    def test_a_refusal_is_a_failed_sample(self, fake: FakeServer) -> None:
+        fake.status = 429
+        assert "429" in str(measure(fake.url)[0].error)
+
+    def test_nobody_there(self) -> None:
+        with serving() as gone:
+            pass
+        assert measure(gone.url)[0].error
+        with pytest.raises(ServerError):
+            Target.at(gone.url)
+
+
+class TestTarget:
+    def test_one_arm_where_use_cache_is_not_known(self, fake: FakeServer) -> None:
+        target = Target.at(fake.url)
+        assert (target.model, target.window) == ("fake", 512)
+        assert target.arms == (Arm.AS_SERVED,)
+        assert target.device is None
+
+    def test_both_arms_where_it_is(self, fake: FakeServer) -> None:
+        fake.pages["/openapi.json"] = {"properties": {"use_cache": {"type": "boolean"}}}
+        fake.pages["/v1/cache"] = {"device": "cpu", "dtype": "float32"}
+        target = Target.at(fake.url)
+        assert target.arms == (Arm.CACHED, Arm.UNCACHED)
+        assert (target.device, target.dtype) == ("cpu", "float32")
+
+    def test_no_window(self, fake: FakeServer) -> None:
+        fake.pages["/v1/models"] = {"data": [{"id": "fake"}]}
+        assert Target.at(fake.url).window is None
+
+    @pytest.mark.parametrize("page", [{"data": []}, [], {"data": [3]}, "models"])
+    def test_no_list_of_models(self, fake: FakeServer, page: object) -> None:
+        fake.pages["/v1/models"] = page
+        with pytest.raises(ServerError, match="not a list of models"):
+            Target.at(fake.url)
