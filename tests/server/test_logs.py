@@ -59,7 +59,7 @@ def last(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
 
 def ask(client: TestClient, **fields: object) -> None:
     headers = {"X-Request-Id": "r-1", "Authorization": "Bearer ann-key-0123456789"}
-    body = {"prompt": "abcd", "max_tokens": 3, **fields}
+    body = {"prompt": "abcd", "max_tokens": 3, "temperature": 0, **fields}
     client.post("/v1/completions", json=body, headers=headers)
 
 
