@@ -183,7 +183,7 @@ class Cost:
 
 def shapes(name: str, config: GPTConfig, tokens: int, lines: list[Line]) -> Table:
     """The trace of a step as a table. Bold is what has a row for each token."""
-    title = f"{name}: the token after {tokens:,} others, first of {config.n_layer} layers"
+    title = f"{name}: the last of {tokens:,} tokens, first of {config.n_layer} layers"
     rows = [
         (line.name, _sizes(line.uncached, tokens), _sizes(line.cached, tokens), line.meaning)
         for line in lines
