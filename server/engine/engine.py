@@ -345,7 +345,7 @@ class Engine:
         """Forget a call. Its rows become a cache, or go where they cannot be trusted."""
         for sequence in self._calls.pop(id):
             if sequence in self.scheduler.running:
-                tokens = sequence.tokens[: sequence.computed].copy()
+                tokens = sequence.tokens[: sequence.computed]
                 rows = self.scheduler.release(sequence)
                 kept = len(tokens) if keep and sequence.request.use_cache else 0
                 self.pool.give_back(rows[kept:])
