@@ -8,12 +8,73 @@ faster backends stand behind the same signature and are proven against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from model.step import Ids
+
+# The reference attends decoding sequences in groups of similar length: a group is padded to its
+# longest member, and padding beyond this share of a group costs more than another call.
+PADDING = 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a step's T packed tokens write their rows, and which rows they read.
+
+    The S sequences lie one after another: the packed tokens of sequence i are
+    `queries[i]:queries[i + 1]`, and the rows of all its tokens, those of the step last, are
+    `rows[keys[i]:keys[i + 1]]`. A query sees the rows up to its own.
+    """
+
+    write: Tensor  # (T,) row of each packed token
+    queries: Ids  # (S + 1,)
+    keys: Ids  # (S + 1,)
+    rows: Tensor
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The same as rectangles, for the reference. Sequences with a single query, shortest first,
+        are attended together.
+        """
+        spans, lengths = np.diff(self.queries).tolist(), np.diff(self.keys).tolist()
+        several = [i for i, span in enumerate(spans) if span > 1]
+        single = sorted((i for i, span in enumerate(spans) if span == 1), key=lengths.__getitem__)
+        cuts = _cuts([lengths[i] for i in single])
+        return (
+            *(self._decoding(single[first:end]) for first, end in cuts),
+            *(self._chunk(i) for i in several),
+        )
+
+    def _decoding(self, sequences: list[int]) -> Group:
+        """One query each, over all rows of its sequence."""
+        lengths = torch.from_numpy(np.diff(self.keys)[sequences])
+        at = torch.arange(int(lengths.max()))
+        places = torch.from_numpy(self.keys[sequences])[:, None] + at.clamp(
+            max=lengths[:, None] - 1
+        )
+        mask = at < lengths[:, None]
+        device = self.rows.device
+        return Group(
+            queries=torch.from_numpy(self.queries[sequences]).to(device),
+            rows=self.rows[places.to(device)],
+            mask=None if mask.all() else mask[:, None, None].to(device),
+        )
+
+    def _chunk(self, i: int) -> Group:
+        """Several queries of one sequence: each sees the rows before the chunk and one more than
+        the one before it.
+        """
+        queries = torch.arange(self.queries[i], self.queries[i + 1], device=self.rows.device)
+        rows = self.rows[self.keys[i] : self.keys[i + 1]]
+        mask = rows.new_ones(len(queries), len(rows), dtype=torch.bool)
+        return Group(queries, rows[None], mask.tril(len(rows) - len(queries))[None, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +85,21 @@ class Group:
     None that each sees all. A shorter sequence's row list is padded with a row of its own.
     """
 
-    queries: slice  # of the packed tokens: B x Q of them
+    queries: Tensor  # (B x Q,) which of the packed tokens
     rows: Tensor
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Where a step's T packed tokens write their rows, and which rows they read."""
-
-    write: Tensor  # (T,) row of each packed token
-    groups: tuple[Group, ...]
+def _cuts(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut ascending lengths into runs (first, end) whose padding stays below PADDING."""
+    runs, first, real = [], 0, 0
+    for i, length in enumerate(lengths):
+        padded = length * (i - first + 1)
+        if padded - (real + length) > PADDING * padded:
+            runs.append((first, i))
+            first, real = i, 0
+        real += length
+    return [*runs, (first, len(lengths))] if lengths else []
 
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Plan], Tensor]

@@ -28,7 +28,7 @@ def inspect(model: GPT, tokens: Sequence[int], layer: int, head: int) -> Inspect
     """Two passes, neither of which touches the pool: all rows, as without a cache, and the last row
     over the keys and values of the others, as with one.
     """
-    device = model.wte.weight.device
+    device = model.wpe.weight.device
     ids, positions = torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device)
     whole = Recorder(model.config, layer, head)
     hidden = model(ids, positions, whole)

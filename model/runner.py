@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model import attention, inspection, sampler
 from model.attention import PooledAttention
-from model.batch import pack
+from model.batch import Batch, pack
 from model.gpt import GPT
 from model.step import Draw, Ids, Inspection, TokenScore, Work
 
@@ -37,7 +37,7 @@ class Runner:
         c = model.config
         self.model = model
         self.backend = backend
-        self.device = model.wte.weight.device
+        self.device = model.wpe.weight.device
         self.n_ctx, self.n_vocab = c.n_ctx, c.n_vocab
         self.n_layer, self.n_head = c.n_layer, c.n_head
         shape = (c.n_layer, 2, n_rows + 1, c.n_kv_head, c.d_head)
@@ -49,15 +49,20 @@ class Runner:
         numbers are not finite fails alone, in the step that made them: nobody shares its rows.
         """
         batch = pack(work, self.device)
-        attend = PooledAttention(self.backend, self.kv, batch.plan)
-        hidden = self.model(batch.tokens, batch.positions, attend)
-        draws = self._draw(hidden, work, batch.spans)
-        self._score(hidden, work, batch.spans, draws)
+        hidden, spans = self.hidden(batch), batch.spans
+        draws = self._draw(hidden, work, spans)
+        self._score(hidden, work, spans, draws)
         finite = torch.isfinite(hidden).all(dim=-1)
         if not finite.all():
-            for draw, span in zip(draws, batch.spans, strict=True):
+            for draw, span in zip(draws, spans, strict=True):
                 draw.failed |= not finite[span].all()
         return draws
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute a batch's rows: hidden states (T, d_model), ready for the head."""
+        attention = PooledAttention(self.backend, self.kv, batch.plan)
+        hidden: Tensor = self.model(batch.tokens, batch.positions, attention)
+        return hidden
 
     @torch.inference_mode()
     def read_rows(self, rows: Ids) -> NDArray[np.uint8]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from typing import NamedTuple
 
 import torch
 
-from model import checkpoint
+from model import checkpoint, packed
 from model.checkpoint import Checkpoint
 from model.config import GPTConfig
+from model.gpt import GPT
+from model.packed import PackedRunner
+from model.quantise import quantise
 from model.rows import RowPool
 from model.runner import Runner
 from server.engine.engine import Engine
@@ -19,7 +23,21 @@ from server.settings import Settings
 
 log = logging.getLogger("onerow")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+class Numbers(NamedTuple):
+    """The types of a model's weights, as they are loaded, and of its rows."""
+
+    weights: torch.dtype
+    rows: torch.dtype
+
+
+# Weights in int8 are rounded once they are loaded. Their rows are not: one scale for the 64 numbers
+# of a head costs more accuracy than the weights do.
+NUMBERS = {
+    "float32": Numbers(torch.float32, torch.float32),
+    "bfloat16": Numbers(torch.bfloat16, torch.bfloat16),
+    "int8": Numbers(torch.float32, torch.float32),
+}
 
 
 class LoadError(Exception):
@@ -30,11 +48,11 @@ class Placement(NamedTuple):
     """Where the numbers live and what they are."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: str
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def numbers(self) -> Numbers:
+        return NUMBERS[self.dtype]
 
 
 def load_engine(settings: Settings) -> Engine:
@@ -42,29 +60,44 @@ def load_engine(settings: Settings) -> Engine:
     place = placement(settings.device, settings.dtype)
     torch.set_num_threads(settings.threads)
     path = checkpoint.resolve(settings.model)
-    loaded = checkpoint.load(path, place.dtype)
-    n_rows = pool_rows(loaded.config, place.dtype.itemsize, settings.kv_cache_memory)
+    loaded = checkpoint.load(path, place.numbers.weights)
+    row_size = place.numbers.rows.itemsize
+    n_rows = pool_rows(loaded.config, row_size, settings.kv_cache_memory)
     try:
-        runner = Runner(loaded.model.to(place.device), n_rows, place.dtype)
+        runner = make_runner(loaded.model, place, n_rows, settings.kernels)
     except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise LoadError(f"kv_cache_memory: {place.device} cannot hold {n_rows:,} rows") from error
+    _return_memory()
     name = settings.served_model_name or loaded.name
-    words = (name, place.device, place.dtype_name, settings.threads, n_rows)
-    log.info("%s on %s in %s, %d threads, %d rows", *words)
+    by = "compiled kernels" if isinstance(runner, PackedRunner) else "torch"
+    words = (name, place.device, place.dtype, by, settings.threads, n_rows)
+    log.info("%s on %s in %s by %s, %d threads, %d rows", *words)
     return Engine(
         runner,
         loaded.tokenizer,
-        RowPool(n_rows, loaded.config.row_bytes(place.dtype.itemsize)),
+        RowPool(n_rows, loaded.config.row_bytes(row_size)),
         max_running=settings.max_running,
         step_tokens=settings.step_tokens,
         max_sessions=settings.max_sessions,
         session_ttl=settings.session_ttl,
-        store=open_store(settings, loaded, place.dtype_name),
+        store=open_store(settings, loaded, place.dtype),
         name=name,
         root=str(path),
         device=str(place.device),
-        dtype=place.dtype_name,
+        dtype=place.dtype,
     )
+
+
+def make_runner(model: GPT, place: Placement, n_rows: int, kernels: bool) -> Runner:
+    """Run the model where and in what it is to run: with the compiled kernels if they are wanted
+    and can be had. The model's weights are used up.
+    """
+    if place.dtype == "int8":
+        quantise(model)
+    if kernels and place.device.type == "cpu" and packed.available(model.config):
+        packed.pack(model)
+        return PackedRunner(model, n_rows, place.numbers.rows)
+    return Runner(model.to(place.device), n_rows, place.numbers.rows)
 
 
 def open_store(settings: Settings, loaded: Checkpoint, dtype: str) -> Store | None:
@@ -79,6 +112,13 @@ def open_store(settings: Settings, loaded: Checkpoint, dtype: str) -> Store | No
     )
 
 
+def _return_memory() -> None:
+    """Give what the load has freed back to the system, which glibc would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+
+
 def placement(device: str, dtype: str) -> Placement:
     """`auto` prefers a GPU, and there 16 bits. What is asked for by name must be there."""
     has_gpu = torch.cuda.is_available()
@@ -87,7 +127,7 @@ def placement(device: str, dtype: str) -> Placement:
     on_gpu = has_gpu if device == "auto" else device == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
-    return Placement(torch.device("cuda" if on_gpu else "cpu"), DTYPES[dtype])
+    return Placement(torch.device("cuda" if on_gpu else "cpu"), dtype)
 
 
 def pool_rows(config: GPTConfig, itemsize: int, memory: int) -> int:

@@ -70,8 +70,13 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="type of the numbers; auto is float32 on CPU and bfloat16 on CUDA"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto",
+        description="type of the numbers; auto is float32 on CPU and bfloat16 on CUDA; int8 is "
+        "that of the weights only",
+    )
+    kernels: bool = Field(
+        True, description="use the compiled CPU kernels where they were built; else torch does all"
     )
     threads: Count = Field(
         default_factory=default_threads,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from model import packed
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.packed import PackedLinear, PackedRunner
 from model.rows import RowPool
 from model.runner import Runner
 from model.step import Draw, Ids, Sampling, Work
@@ -117,6 +121,21 @@ class Text:
         )
 
 
+def packed_copy(model: GPT) -> GPT:
+    """The same network for the compiled kernels; skips the test where there are none."""
+    if not packed.available(model.config):
+        pytest.skip("the compiled kernels are not there")
+    copy = deepcopy(model)
+    packed.pack(copy)
+    return copy
+
+
+def runner(model: GPT, n_rows: int, kv_dtype: torch.dtype = torch.float32) -> Runner:
+    """The runner that is made for the model."""
+    made = PackedRunner if isinstance(model.lm_head, PackedLinear) else Runner
+    return made(model, n_rows, kv_dtype)
+
+
 class Driver:
     """Steps texts through a runner as an engine would, in DESIGN's two verbs.
 
@@ -130,7 +149,7 @@ class Driver:
         poison: float = np.nan,
         kv_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.runner = Runner(model, n_rows, kv_dtype)
+        self.runner = runner(model, n_rows, kv_dtype)
         self.pool = RowPool(n_rows, model.config.row_bytes(kv_dtype.itemsize))
         self.poison = poison
 
@@ -167,6 +186,6 @@ class Driver:
 def full_pass(model: GPT, tokens: Sequence[int]) -> Tensor:
     """Logits of every position from one pass without a pool."""
     with torch.inference_mode():
-        positions = torch.arange(len(tokens), device=model.wte.weight.device)
+        positions = torch.arange(len(tokens), device=model.wpe.weight.device)
         ids = torch.tensor(tokens, device=positions.device)
         return model.logits(model(ids, positions, CausalRows(1)))

@@ -1,4 +1,4 @@
-"""The reference backend: which rows a query sees, which rows a step writes."""
+"""The backends, the reference first: which rows a query sees, which rows a step writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import attend
+from model import attention, kernel
+from model.attention import Backend
 from model.batch import pack
 from model.step import Work
 from tests.oracle import softmax
@@ -27,10 +28,18 @@ DECODES = [work([5], 0), work([7, 2, 30], 2), work([7, 2, 9, 8, 1, 0, 12], 6), w
 CHUNKS = [work([13, 14, 15, 16, 17], 0), work([7, 2, 33, 32, 31], 3), work([39, 38, 37, 36], 1)]
 
 
+@pytest.fixture(params=[attention.attend, kernel.attend], ids=["reference", "kernel"])
+def attend(request: pytest.FixtureRequest) -> Backend:
+    backend: Backend = request.param
+    if backend is kernel.attend and kernel.library() is None:
+        pytest.skip("the compiled kernels are not there")
+    return backend
+
+
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("batch", [DECODES, CHUNKS, CHUNKS + DECODES], ids=["1", "n", "both"])
 def test_a_query_sees_the_rows_of_its_own_sequence_up_to_its_own(
-    batch: list[Work], n_kv_head: int
+    attend: Backend, batch: list[Work], n_kv_head: int
 ) -> None:
     """Query by query against softmax(q k / sqrt(d)) v over exactly the rows it may see."""
     q, k, v, pool = random_inputs(batch, n_kv_head)
@@ -57,7 +66,7 @@ def test_a_query_sees_the_rows_of_its_own_sequence_up_to_its_own(
                 np.testing.assert_allclose(out[place, head].numpy(), expected, atol=1e-5)
 
 
-def test_rows_of_another_type_than_the_network_are_rounded_and_read() -> None:
+def test_rows_of_another_type_than_the_network_are_rounded_and_read(attend: Backend) -> None:
     q, k, v, pool = random_inputs(CHUNKS + DECODES, n_kv_head=4)
     plan = pack(CHUNKS + DECODES, CPU).plan
     halved = pool.to(torch.bfloat16)

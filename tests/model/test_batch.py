@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.batch import PADDING, pack
+from model.attention import PADDING
+from model.batch import pack
 from model.step import Work
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_each_query_sees_its_own_rows_and_padding_is_its_own(spans: list[tuple[i
     positions = packed.positions.tolist()
     covered = []
     for group in packed.plan.groups:
-        queries = list(range(len(owner)))[group.queries]
+        queries = group.queries.tolist()
         covered += queries
         n_sequences, n_keys = group.rows.shape
         each = len(queries) // n_sequences

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.attention import Group, Plan, attend
+from model.attention import Plan, attend
 from model.reference import (
     Array,
     Attended,
@@ -193,9 +193,8 @@ class TestOneResult:
         pool = torch.full((2, 9, n_kv_head, D_K), math.nan, dtype=torch.float64)
         for start, end in ((0, 3), (3, 5), (5, 6)):
             new = slice(start, end)
-            mask = torch.from_numpy(causal_mask(end - start, end))[None, None]
-            group = Group(slice(0, end - start), rows[None, :end], mask)
-            out = attend(q[new], k[new], v[new], pool, Plan(rows[new], (group,)))
+            plan = Plan(rows[new], np.array([0, end - start]), np.array([0, end]), rows[:end])
+            out = attend(q[new], k[new], v[new], pool, plan)
             assert close(out.transpose(0, 1), expected[:, new])
 
     def test_cross_attention(self, rng: np.random.Generator, w: Projections) -> None:

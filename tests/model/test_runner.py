@@ -1,5 +1,8 @@
 """What makes one row at a time safe: neither the cut of a sequence, nor what lies in other rows,
-nor the neighbours in a batch change an answer."""
+nor the neighbours in a batch change an answer.
+
+Each proof is given twice: for torch's network and for the one that the compiled kernels run.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,26 @@ from torch import Tensor
 
 from model.attention import Plan
 from model.gpt import GPT
-from model.runner import Runner
 from model.step import Sampling, Work
 from tests import oracle
-from tests.tiny import GREEDY, Driver, Text, arrays, config, gpt, prompt
+from tests.tiny import GREEDY, Driver, Text, arrays, config, gpt, packed_copy, prompt
+from tests.tiny import runner as tiny_runner
 
 N_VOCAB = 97
 TOKENS = prompt(150, N_VOCAB)
 
 
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    return gpt(config(n_kv_head=2))
+@pytest.fixture(scope="module", params=["torch", "kernels"])
+def model(request: pytest.FixtureRequest) -> GPT:
+    plain = gpt(config(n_kv_head=2))
+    return plain if request.param == "torch" else packed_copy(plain)
 
 
 @pytest.fixture(scope="module")
-def expected(model: GPT) -> oracle.Array:
+def expected() -> oracle.Array:
     """Log-probabilities of every token after every position of TOKENS."""
-    return oracle.log_softmax(oracle.logits(arrays(model), model.config, TOKENS))
+    plain = gpt(config(n_kv_head=2))
+    return oracle.log_softmax(oracle.logits(arrays(plain), plain.config, TOKENS))
 
 
 def splits(n: int) -> st.SearchStrategy[list[int]]:
@@ -78,15 +83,30 @@ def test_b002_row_by_row_and_in_one_piece_too(
     check_split(model, expected, lengths)
 
 
-def test_a_step_writes_its_rows_and_computes_its_tokens_only(model: GPT) -> None:
-    """Five sequences decode and one computes a chunk of 9: 14 tokens pass each linear layer of
-    each block, 5 pass the head, 14 rows change and no other."""
+def test_a_step_writes_its_rows_only(model: GPT) -> None:
+    """Five sequences decode and one computes a chunk of 9: 14 rows change and no other."""
     driver = Driver(model)
     texts = [Text(prompt(n, N_VOCAB)) for n in (1, 2, 30, 90, 31)]
     driver.step(texts)
     chunk = Text(prompt(50, N_VOCAB), chunk=9)
     held = [text.rows.copy() for text in texts]
     before = driver.runner.kv.clone()
+    driver.step([*texts, chunk])
+    new = [text.rows[len(rows) :].tolist() for text, rows in zip(texts, held, strict=True)]
+    assert [len(rows) for rows in new] == [1] * 5
+    written = sorted(sum(new, chunk.rows.tolist()))
+    bits, bits_before = driver.runner.kv.view(torch.int32), before.view(torch.int32)
+    changed = (bits != bits_before).any(dim=(0, 1, 3, 4)).nonzero().flatten()
+    changed = changed[changed != driver.pool.scratch]  # which the driver itself poisons
+    assert changed.tolist() == written
+
+
+def test_a_step_computes_its_tokens_only() -> None:
+    """The same step: 14 tokens pass each linear layer of each block, 5 pass the head."""
+    model = gpt(config(n_kv_head=2))
+    driver = Driver(model)
+    texts = [Text(prompt(n, N_VOCAB)) for n in (1, 2, 30, 90, 31)]
+    driver.step(texts)
     linear: dict[torch.nn.Module, str] = {
         m: name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
     }
@@ -95,20 +115,11 @@ def test_a_step_writes_its_rows_and_computes_its_tokens_only(model: GPT) -> None
     def count(module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         passed[linear[module]] = len(inputs[0])
 
-    hooks = [module.register_forward_hook(count) for module in linear]
-    driver.step([*texts, chunk])
-    for hook in hooks:
-        hook.remove()
-
+    for module in linear:
+        module.register_forward_hook(count)
+    driver.step([*texts, Text(prompt(50, N_VOCAB), chunk=9)])
     assert passed.pop("lm_head") == 5
     assert passed == {f"h.{i}.{n}": 14 for i in range(3) for n in LINEAR}
-    new = [text.rows[len(rows) :].tolist() for text, rows in zip(texts, held, strict=True)]
-    assert [len(rows) for rows in new] == [1] * 5
-    written = sorted(sum(new, chunk.rows.tolist()))
-    bits, bits_before = driver.runner.kv.view(torch.int32), before.view(torch.int32)
-    changed = (bits != bits_before).any(dim=(0, 1, 3, 4)).nonzero().flatten()
-    changed = changed[changed != driver.pool.scratch]  # which the driver itself poisons
-    assert changed.tolist() == written
 
 
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -145,18 +156,25 @@ def test_neighbours_do_not_matter(model: GPT) -> None:
 
 def test_a_poisoned_pool_changes_nothing(model: GPT) -> None:
     """NaN in every row without a reference and in scratch, against zeros: the same tokens and the
-    same log-probabilities, bit by bit, while groups of several lengths are padded."""
+    same log-probabilities, bit by bit."""
     answers = []
     for poison in (np.nan, 0.0):
         driver, texts = Driver(model, poison=poison), mixture()
-        plans = watch_plans(driver)
         draws = [driver.step(texts) for _ in range(60)]
         answers.append((draws, [text.tokens for text in texts]))
-        decoding = [group for group in plans[-1].groups if group.rows.shape[0] > 1]
-        assert len(decoding) > 1
-        assert any(group.mask is not None for group in decoding)
     assert answers[0] == answers[1]
     assert not any(draw.failed for draws in answers[0][0] for draw in draws)
+
+
+def test_the_mixture_pads_groups_of_several_lengths() -> None:
+    """So that the reference's padding is among what the poison would spoil."""
+    driver, texts = Driver(gpt(config(n_kv_head=2))), mixture()
+    plans = watch_plans(driver)
+    for _ in range(60):
+        driver.step(texts)
+    decoding = [group for group in plans[-1].groups if group.rows.shape[0] > 1]
+    assert len(decoding) > 1
+    assert any(group.mask is not None for group in decoding)
 
 
 def watch_plans(driver: Driver) -> list[Plan]:
@@ -276,7 +294,7 @@ def test_an_answer_stands_where_its_work_stood(model: GPT) -> None:
 
 
 def test_bfloat16_rows_stay_near(model: GPT, expected: oracle.Array) -> None:
-    runner = Runner(model, 150, torch.bfloat16)
+    runner = tiny_runner(model, 150, torch.bfloat16)
     tokens, rows = np.array(TOKENS, np.int32), np.arange(150, dtype=np.int32)
     worst = 0.0
     for start, end in [(0, 140), *((i, i + 1) for i in range(140, 150))]:

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from model import kernel
 from model.checkpoint import CheckpointError
 from model.config import GPTConfig
+from model.packed import PackedRunner
+from model.runner import Runner
+from model.step import Sampling
+from server.engine.sequence import Delta, Request
 from server.loading import LoadError, load_engine, placement, pool_rows
 from server.settings import Settings
 
@@ -21,14 +26,16 @@ class TestPlacement:
     def test_auto(self) -> None:
         place = placement("auto", "auto")
         assert place.device.type == ("cuda" if HAS_GPU else "cpu")
-        assert place.dtype == (torch.bfloat16 if HAS_GPU else torch.float32)
+        assert place.dtype == ("bfloat16" if HAS_GPU else "float32")
 
     def test_the_cpu_computes_in_float32(self) -> None:
-        assert placement("cpu", "auto") == (torch.device("cpu"), torch.float32)
+        place = placement("cpu", "auto")
+        assert place == (torch.device("cpu"), "float32")
+        assert place.numbers == (torch.float32, torch.float32)
 
     def test_a_type_asked_for_is_given(self) -> None:
-        assert placement("cpu", "bfloat16").dtype == torch.bfloat16
-        assert placement("cpu", "bfloat16").dtype_name == "bfloat16"
+        assert placement("cpu", "bfloat16").numbers == (torch.bfloat16, torch.bfloat16)
+        assert placement("cpu", "int8").numbers.rows == torch.float32
 
     @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
     def test_cuda_without_a_gpu_is_refused(self) -> None:
@@ -67,6 +74,25 @@ class TestLoadEngine:
         assert engine.scheduler.max_running == 2
         assert torch.get_num_threads() == 1
 
+    @pytest.mark.parametrize("kernels", [True, False])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+    def test_every_type_with_and_without_kernels(self, dtype: str, kernels: bool) -> None:
+        """Each begins a story of its own weights; rows are as large as they are said to be."""
+        settings = Settings(
+            device="cpu", dtype=dtype, kernels=kernels, kv_cache_memory=2**24, threads=1
+        )
+        engine = load_engine(settings)
+        runner = engine.model
+        assert isinstance(runner, Runner)
+        assert isinstance(runner, PackedRunner) == (kernels and kernel.library() is not None)
+        assert engine.dtype == dtype
+        assert runner.kv[:, :, 0].nbytes == engine.pool.row_bytes
+        prompt = tuple(engine.tokenizer.encode("Once upon a"))
+        engine.submit([Request("a", 0, prompt, 1, Sampling(temperature=0.0))])
+        (event,) = engine.step()
+        assert isinstance(event, Delta)
+        assert event.text == " time"
+
     def test_a_name_of_ones_own(self) -> None:
         settings = Settings(device="cpu", served_model_name="tales", kv_cache_memory=2**24)
         assert load_engine(settings).name == "tales"
@@ -79,6 +105,6 @@ class TestLoadEngine:
         def exhausted(*_: object, **__: object) -> None:
             raise RuntimeError("not enough memory")
 
-        monkeypatch.setattr("server.loading.Runner", exhausted)
+        monkeypatch.setattr("server.loading.make_runner", exhausted)
         with pytest.raises(LoadError, match="kv_cache_memory: cpu cannot hold"):
             load_engine(Settings(device="cpu"))

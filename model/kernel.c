@@ -1,0 +1,646 @@
+// The network's step on a CPU: linear layers over packed weights, attention that reads rows where
+// they lie, and the pass that strings them together.
+//
+// One decoded token reads every weight once, so the speed of a step is the speed of memory: weights
+// lie in the order in which they are read, and a batch reads them once. Sums are float32. A token's numbers do not depend on
+// its neighbours in the batch: every sum runs in one order, whatever the batch.
+//
+// This file is compiled once per instruction set; the compiler makes its vectors from WIDTH floats.
+
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#define MOST_TOKENS 6  // tokens of a tile: sums, weights and a token's number fit the registers
+#elif defined(__AVX__)
+#define WIDTH 8
+#define MOST_TOKENS 6
+#else
+#define WIDTH 4
+#define MOST_TOKENS 3
+#endif
+
+#define LANES 16               // outputs of a panel
+#define VECTORS (LANES / WIDTH)  // vectors of a panel
+#define GROUP 4                // panels that a thread works on together
+#define BLOCK 256              // inputs that are summed before the sum is scaled and stored; even
+#define FEW 24                 // tokens that read a panel from one end to the other
+#define STRIDE 4               // inputs whose weights lie together, at most
+#define KEYS 64                // keys of a block of attention
+#define QUERIES 128            // queries of a block of attention
+#define SPINS 2000             // looks at a phase before a thread lets others run
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+enum type { FLOAT32, BFLOAT16, INT8 };
+static const int SIZES[] = {4, 2, 1};
+enum activation { NONE, GELU_TANH, GELU, RELU };
+
+// A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs after another: for
+// every input the weights of all of them; of bfloat16 and int8 a lane is 32 bits, too, and holds two
+// or four inputs. Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias` may be absent.
+struct linear {
+    const char *panels;
+    const float *scale, *bias;
+    int32_t n, k, type;
+};
+
+struct norm {
+    const float *weight, *bias;
+};
+
+struct layer {
+    struct norm ln_1, ln_2;
+    struct linear c_attn, attn_proj, c_fc, mlp_proj;
+};
+
+struct model {
+    const struct layer *layers;
+    const float *wpe;  // (n_ctx, d_model)
+    struct norm ln_f;  // absent where the blocks normalise what they add to
+    struct linear wte;
+    int32_t n_layer, d_model, d_ff, activation, norm_first;
+    float epsilon;
+};
+
+// The packed tokens of a step. Sequence i has tokens queries[i] to queries[i + 1], which are the
+// last ones of its rows[keys[i]] to rows[keys[i + 1]]; n_keys is the longest one's rows.
+struct batch {
+    const int32_t *tokens, *positions, *write, *queries, *keys, *rows;
+    int32_t n_tokens, n_sequences, n_keys;
+};
+
+// Where a layer's rows lie: keys and values, each (rows, n_kv_head, d_head), float32 or bfloat16.
+struct pool {
+    char *keys, *values;
+    int32_t type, n_head, n_kv_head, d_head;
+};
+
+// The threads of a pass share the chunks of one phase after another: whoever is free takes the next
+// chunk, and a phase is over when its chunks are done. So nobody waits for a thread that the system
+// has put aside, unless it holds a chunk.
+struct phase {
+    _Alignas(64) atomic_int taken;
+    atomic_int done;
+};
+
+// One thread in its walk through the phases.
+struct member {
+    struct phase *phase;
+    float *scratch;  // its own
+};
+
+// Takes a chunk of the phase: its number, or -1 once all `n` are done, and with it the next phase.
+static int next_chunk(struct member *me, int n) {
+    int chunk = atomic_fetch_add(&me->phase->taken, 1);
+    if (chunk < n)
+        return chunk;
+    for (int spins = 0; atomic_load_explicit(&me->phase->done, memory_order_acquire) < n; spins++)
+        if (spins > SPINS)
+            sched_yield();
+        else
+            PAUSE();
+    me->phase++;
+    return -1;
+}
+
+// Says that a chunk is done.
+static void finish_chunk(struct member *me) {
+    atomic_fetch_add_explicit(&me->phase->done, 1, memory_order_release);
+}
+
+#define FOR_CHUNKS(me, chunk, n) \
+    for (int chunk; (chunk = next_chunk(me, n)) >= 0; finish_chunk(me))
+
+INLINE float as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t as_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+// To the nearest, ties to even; what is not a number stays none.
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits = as_bits(x);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x != x ? 0x7fc0 : rounded;
+}
+
+INLINE float number(const char *row, int type, long i) {
+    return type == BFLOAT16 ? as_float((uint32_t)((const uint16_t *)row)[i] << 16)
+                            : ((const float *)row)[i];
+}
+
+// e^x by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
+INLINE float exponential(float x) {
+    const float shift = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number in the low bits
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float shifted = x * 1.44269504f + shift;
+    float n = shifted - shift;
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * as_float((as_bits(shifted) + 127) << 23);
+}
+
+INLINE float activate(float x, int activation) {
+    switch (activation) {
+    case RELU:
+        return x < 0.0f ? 0.0f : x;
+    case GELU:
+        return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    case GELU_TANH: {  // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
+        float u = 0.79788456f * (x + 0.044715f * x * x * x);
+        return x / (1.0f + exponential(-2.0f * u));
+    }
+    default:
+        return x;
+    }
+}
+
+static void activate_all(float *x, int n, int activation) {
+    if (activation == GELU_TANH)
+#pragma omp simd
+        for (int i = 0; i < n; i++)
+            x[i] = activate(x[i], GELU_TANH);
+    else
+        for (int i = 0; i < n; i++)
+            x[i] = activate(x[i], activation);
+}
+
+INLINE int round_up(int n, int to) {
+    return (n + to - 1) / to * to;
+}
+
+INLINE long panel_bytes(const struct linear *l) {
+    return (long)l->k * LANES * SIZES[l->type];
+}
+
+// The weights of input `at` + `u` for `p` panels; `at` is a multiple of STRIDE, `u` below it.
+INLINE void load(int p, int type, const char *w, long panel, long at, int u,
+                 Floats weights[GROUP * VECTORS]) {
+#pragma GCC unroll 16
+    for (int j = 0; j < p * VECTORS; j++) {
+        const char *block = w + j / VECTORS * panel;
+        long lane = j % VECTORS * WIDTH;
+        if (type == FLOAT32) {
+            weights[j] = *(const Floats *)(block + ((at + u) * LANES + lane) * 4);
+        } else if (type == BFLOAT16) {
+            Words two = *(const Words *)(block + ((at + (u & 2)) * LANES + lane * 2) * 2);
+            weights[j] = (Floats)(u & 1 ? two & 0xffff0000 : two << 16);
+        } else {
+            Words four = *(const Words *)(block + at * LANES + lane * 4);
+            weights[j] = __builtin_convertvector((Ints)(four << (24 - 8 * u)) >> 24, Floats);
+        }
+    }
+}
+
+// Adds to the sums of `m` tokens by `p` panels what one input gives.
+INLINE void add(int m, int p, const float *x, long ldx, const Floats weights[GROUP * VECTORS],
+                Floats sums[MOST_TOKENS][GROUP * VECTORS]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < p * VECTORS; j++)
+            sums[i][j] += x[i * ldx] * weights[j];
+}
+
+// Sums of `m` tokens by `p` panels over `k` inputs, a multiple of STRIDE. `x` (m, ldx), `w` the first
+// panel's block.
+INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
+                 Floats sums[MOST_TOKENS][GROUP * VECTORS]) {
+    Floats weights[GROUP * VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < p * VECTORS; j++)
+            sums[i][j] = (Floats){0};
+    for (long at = 0; at < k; at += STRIDE) {
+        for (int line = 0; p == 1 && line < SIZES[type]; line++)  // the block after this one
+            __builtin_prefetch(w + (at + BLOCK) * LANES * SIZES[type] + line * 64, 0, 2);
+#pragma GCC unroll 4
+        for (int u = 0; u < STRIDE; u++) {
+            load(p, type, w, panel, at, u, weights);
+            add(m, p, x + at + u, ldx, weights, sums);
+        }
+    }
+}
+
+// y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored. `scale`
+// (int8 only) is each lane's own.
+INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
+                    float *y, long ldy, int n, const float *scale) {
+    Floats sums[MOST_TOKENS][GROUP * VECTORS];
+    tile(m, p, type, x, ldx, w, panel, k, sums);
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++)
+        if (n >= p * LANES) {
+#pragma GCC unroll 16
+            for (int j = 0; j < p * VECTORS; j++) {
+                Floats *to = (Floats *)(y + i * ldy + j * WIDTH);
+                *to += type == INT8 ? sums[i][j] * *(const Floats *)(scale + j * WIDTH) : sums[i][j];
+            }
+        } else {
+            const float *sum = (const float *)sums[i];
+            for (int j = 0; j < n; j++)
+                y[i * ldy + j] += type == INT8 ? sum[j] * scale[j] : sum[j];
+        }
+}
+
+// As many panels at once as the registers hold beside the sums of m tokens.
+#if WIDTH == 16
+#define PANELS(m) 4
+#elif WIDTH == 8
+#define PANELS(m) ((m) == 1 ? 4 : (m) <= 3 ? 2 : 1)
+#else
+#define PANELS(m) ((m) == 1 ? 2 : 1)
+#endif
+
+// The same for all the panels that n outputs have.
+INLINE void products(int m, int type, const float *x, long ldx, const char *w, long panel, int k,
+                     float *y, long ldy, int n, const float *scale) {
+    int p = 0;
+    for (; (p + PANELS(m)) * LANES <= n; p += PANELS(m))
+        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy,
+                n - p * LANES, scale + p * LANES);
+    for (; p * LANES < n; p++)
+        product(m, 1, type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES,
+                scale + p * LANES);
+}
+
+// The same for any number of tokens, in tiles of as equal a size as can be.
+INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
+                     float *y, long ldy, int n, const float *scale) {
+    int n_tiles = (n_tokens + MOST_TOKENS - 1) / MOST_TOKENS;
+    for (int t = 0; t < n_tiles; t++) {
+        long at = (long)n_tokens * t / n_tiles, m = (long)n_tokens * (t + 1) / n_tiles - at;
+        const float *in = x + at * ldx;
+        float *out = y + at * ldy;
+        switch (m) {
+#define CASE(m)                                                      \
+    case m:                                                          \
+        products(m, type, in, ldx, w, panel, k, out, ldy, n, scale); \
+        break;
+            CASE(1) CASE(2) CASE(3)
+#if MOST_TOKENS == 6
+            CASE(4) CASE(5) CASE(6)
+#endif
+        }
+    }
+}
+
+// Compiled once per type of weights.
+static void multiply_float32(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
+                             float *y, long ldy, int n) {
+    multiply(FLOAT32, x, ldx, n_tokens, w, panel, k, y, ldy, n, NULL);
+}
+
+static void multiply_bfloat16(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
+                              float *y, long ldy, int n) {
+    multiply(BFLOAT16, x, ldx, n_tokens, w, panel, k, y, ldy, n, NULL);
+}
+
+static void multiply_int8(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
+                          float *y, long ldy, int n, const float *scale) {
+    multiply(INT8, x, ldx, n_tokens, w, panel, k, y, ldy, n, scale);
+}
+
+// `n` outputs of a layer, from output `first` on: block by block of its inputs, so that all tokens
+// read a block of weights while it is near.
+static void group(const struct linear *l, const float *x, long ldx, int n_tokens, int first, int n,
+                  float *y, long ldy) {
+    long panel = panel_bytes(l);
+    for (int from = 0; from < l->k; from += BLOCK) {
+        int k = l->k - from < BLOCK ? l->k - from : BLOCK;
+        const char *w = l->panels + first / LANES * panel + (long)from * LANES * SIZES[l->type];
+        if (l->type == FLOAT32)
+            multiply_float32(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n);
+        else if (l->type == BFLOAT16)
+            multiply_bfloat16(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n);
+        else
+            multiply_int8(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n, l->scale + first);
+    }
+}
+
+// y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias. A phase.
+static void linear(struct member *me, const struct linear *l, const float *x, long ldx, int n_tokens,
+                   float *y, long ldy, int add, int activation) {
+    FOR_CHUNKS(me, chunk, round_up(l->n, GROUP * LANES) / (GROUP * LANES)) {
+        int first = chunk * GROUP * LANES, end = first + GROUP * LANES < l->n ? first + GROUP * LANES : l->n;
+        for (int t = 0; t < n_tokens; t++)
+            for (int j = first; j < end; j++)
+                y[t * ldy + j] = (add ? y[t * ldy + j] : 0.0f) + (l->bias ? l->bias[j] : 0.0f);
+        int step = n_tokens > 3 && n_tokens <= FEW ? LANES : GROUP * LANES;
+        for (int at = first; at < end; at += step)
+            group(l, x, ldx, n_tokens, at, at + step < end ? step : end - at, y, ldy);
+        for (int t = 0; t < n_tokens && activation != NONE; t++)
+            activate_all(y + t * ldy + first, end - first, activation);
+    }
+}
+
+// Layer norm of every token (Ba et al., arXiv:1607.06450); `to` may be `x`. A phase.
+static void normalise(struct member *me, const struct norm *norm, const float *x, int n_tokens, int d, float epsilon,
+                      float *to) {
+    FOR_CHUNKS(me, t, n_tokens) {
+        const float *row = x + (long)t * d;
+        float sum = 0.0f, squares = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < d; i++)
+            sum += row[i];
+        float mean = sum / d;
+#pragma omp simd reduction(+ : squares)
+        for (int i = 0; i < d; i++)
+            squares += (row[i] - mean) * (row[i] - mean);
+        float rate = 1.0f / sqrtf(squares / d + epsilon);
+#pragma omp simd
+        for (int i = 0; i < d; i++)
+            to[(long)t * d + i] = (row[i] - mean) * rate * norm->weight[i] + norm->bias[i];
+    }
+}
+
+// Token embedding out of its panels, plus position. A phase.
+static void embed(struct member *me, const struct model *m, const struct batch *b, float *x) {
+    const struct linear *wte = &m->wte;
+    int stride = 4 / SIZES[wte->type];  // inputs that share a lane's 32 bits
+    FOR_CHUNKS(me, t, b->n_tokens) {
+        int token = b->tokens[t];
+        const char *panel = wte->panels + token / LANES * panel_bytes(wte);
+        const float *position = m->wpe + (long)b->positions[t] * m->d_model;
+        float scale = wte->type == INT8 ? wte->scale[token] : 1.0f;
+        for (int i = 0; i < m->d_model; i++) {
+            long at = (long)(i / stride * LANES + token % LANES) * stride + i % stride;
+            float weight = wte->type == INT8 ? ((const int8_t *)panel)[at] : number(panel, wte->type, at);
+            x[(long)t * m->d_model + i] = weight * scale + position[i];
+        }
+    }
+}
+
+// What the scores of one query become: their softmax, not yet divided by the sum, which is returned.
+INLINE float weigh(float *scores, int n, float most) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) {
+        scores[i] = exponential(scores[i] - most);
+        sum += scores[i];
+    }
+    return sum;
+}
+
+INLINE float largest(const float *scores, int n, float most) {
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < n; i++)
+        most = scores[i] > most ? scores[i] : most;
+    return most;
+}
+
+// One query of the heads that read key heads `first` to `last`, over all `n` rows: a row is read
+// once for all of them, from one end to the other. `scores` (heads, n) is scratch.
+INLINE void attend_one(const struct pool *p, int type, const float *q, const int32_t *rows, int n,
+                       int first, int last, float *scores, float *out) {
+    int d = p->d_head, shared = p->n_head / p->n_kv_head;
+    long width = (long)p->n_kv_head * d;
+    float rate = 1.0f / sqrtf(d);
+    for (int r = 0; r < n; r++)
+        for (int h = first * shared; h < last * shared; h++) {
+            long key = rows[r] * width + h / shared * d;
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int i = 0; i < d; i++)
+                sum += q[h * d + i] * number(p->keys, type, key + i);
+            scores[(long)(h - first * shared) * n + r] = sum * rate;
+        }
+    for (int h = first * shared; h < last * shared; h++) {
+        float *s = scores + (long)(h - first * shared) * n;
+        float sum = weigh(s, n, largest(s, n, s[0]));
+        for (int r = 0; r < n; r++)
+            s[r] /= sum;
+        memset(out + h * d, 0, d * sizeof *out);
+    }
+    for (int r = 0; r < n; r++)
+        for (int h = first * shared; h < last * shared; h++) {
+            long value = rows[r] * width + h / shared * d;
+            float weight = scores[(long)(h - first * shared) * n + r];
+#pragma omp simd
+            for (int i = 0; i < d; i++)
+                out[h * d + i] += weight * number(p->values, type, value + i);
+        }
+}
+
+// Many queries of the heads that share one key head, over the n_keys rows that the last of them
+// sees: blocks of keys, softmax as it goes (Milakov and Gimelshein, arXiv:1805.02867). A block is
+// copied into panels, which all queries then read. `q` and `out` (n_queries, ld).
+INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq, int n_queries,
+                        const int32_t *rows, int n_keys, int head, float *scratch, float *out, long ldo) {
+    int d = p->d_head, shared = p->n_head / p->n_kv_head, lines = n_queries * shared;
+    int padded = round_up(d, STRIDE), value_panels = round_up(d, LANES) / LANES;
+    long width = (long)p->n_kv_head * d;
+    float rate = 1.0f / sqrtf(d);
+    float *keys = scratch, *values = keys + KEYS * padded, *queries = values + KEYS * value_panels * LANES;
+    float *scores = queries + (long)lines * padded, *sums = scores + (long)lines * KEYS;
+    float *most = sums + (long)lines * d, *total = most + lines;
+    memset(scratch, 0, (char *)scores - (char *)scratch);  // what pads is zero
+    for (int i = 0; i < lines; i++) {
+        const float *from = q + i / shared * ldq + (head * shared + i % shared) * d;
+        for (int j = 0; j < d; j++)
+            queries[(long)i * padded + j] = from[j] * rate;
+        most[i] = -INFINITY;
+        total[i] = 0.0f;
+    }
+    memset(sums, 0, (long)lines * d * sizeof *sums);
+    for (int begin = 0; begin < n_keys; begin += KEYS) {
+        int n = n_keys - begin < KEYS ? n_keys - begin : KEYS;
+        for (int r = 0; r < n; r++) {
+            long row = rows[begin + r] * width + head * d;
+            for (int i = 0; i < d; i++) {
+                keys[(long)(r / LANES * padded + i) * LANES + r % LANES] = number(p->keys, type, row + i);
+                values[(long)(i / LANES * KEYS + r) * LANES + i % LANES] = number(p->values, type, row + i);
+            }
+        }
+        memset(scores, 0, (long)lines * KEYS * sizeof *scores);
+        multiply_float32(queries, padded, lines, (const char *)keys, padded * LANES * 4L, padded, scores, KEYS, n);
+        for (int i = 0; i < lines; i++) {
+            float *s = scores + (long)i * KEYS;
+            int seen = n_keys - n_queries + i / shared + 1 - begin;
+            seen = seen < n ? seen : n;
+            if (seen > 0) {
+                float now = largest(s, seen, most[i]), kept = exponential(most[i] - now);
+                total[i] = total[i] * kept + weigh(s, seen, now);
+                most[i] = now;
+                for (int j = 0; j < d; j++)
+                    sums[(long)i * d + j] *= kept;
+            }
+            for (int r = seen > 0 ? seen : 0; r < n; r++)
+                s[r] = 0.0f;
+        }
+        multiply_float32(scores, KEYS, lines, (const char *)values, KEYS * LANES * 4L, round_up(n, STRIDE), sums,
+                         d, d);
+    }
+    for (int i = 0; i < lines; i++)
+        for (int j = 0; j < d; j++)
+            out[i / shared * ldo + (head * shared + i % shared) * d + j] = sums[(long)i * d + j] / total[i];
+}
+
+// The queries of a block, fewer where several heads share a key head.
+static int block_queries(const struct pool *p) {
+    int n = QUERIES * p->n_kv_head / p->n_head;
+    return n > 1 ? n : 1;
+}
+
+// Floats that one thread needs as scratch to attend over at most n_keys rows.
+static long attend_scratch(const struct pool *p, long n_keys) {
+    long one = p->n_head * n_keys, lines = block_queries(p) * p->n_head / p->n_kv_head;
+    long many = KEYS * (2L * p->d_head + STRIDE + LANES) + lines * (2L * p->d_head + STRIDE + KEYS + 2);
+    return (one > many ? one : many) + LANES;
+}
+
+INLINE void attend_heads(const struct pool *p, int type, const float *q, long ldq, int n_queries,
+                         const int32_t *rows, int n_keys, int first, int last, float *scratch, float *out) {
+    long ldo = (long)p->n_head * p->d_head;
+    if (n_queries == 1) {
+        attend_one(p, type, q, rows, n_keys, first, last, scratch, out);
+        return;
+    }
+    for (int begin = 0; begin < n_queries; begin += block_queries(p)) {
+        int n = n_queries - begin < block_queries(p) ? n_queries - begin : block_queries(p);
+        for (int head = first; head < last; head++)
+            attend_many(p, type, q + begin * ldq, ldq, n, rows, n_keys - n_queries + begin + n, head,
+                        scratch, out + begin * ldo, ldo);
+    }
+}
+
+// Writes keys and values of tokens into their rows, as far as key heads `first` to `last` go.
+INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const float *k, const float *v,
+                  long ldk, int first, int last) {
+    long width = (long)p->n_kv_head * p->d_head;
+    for (int t = 0; t < n_tokens; t++)
+        for (int i = first * p->d_head; i < last * p->d_head; i++) {
+            long at = rows[t] * width + i;
+            if (p->type == BFLOAT16) {
+                ((uint16_t *)p->keys)[at] = to_bfloat16(k[t * ldk + i]);
+                ((uint16_t *)p->values)[at] = to_bfloat16(v[t * ldk + i]);
+            } else {
+                ((float *)p->keys)[at] = k[t * ldk + i];
+                ((float *)p->values)[at] = v[t * ldk + i];
+            }
+        }
+}
+
+// Writes the keys and values of the step and lets each query look at the rows of its sequence up to
+// its own. q (n_tokens, ldq), k and v (n_tokens, ldk), out (n_tokens, n_head * d_head). A phase: no
+// sequence reads what another one writes in the same step, nor a head what another head writes.
+static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q, long ldq,
+                   const float *k, const float *v, long ldk, int parts, float *out) {
+    parts = parts < p->n_kv_head ? parts : p->n_kv_head;
+    FOR_CHUNKS(me, chunk, b->n_sequences * parts) {
+        int s = chunk / parts, part = chunk % parts;
+        int first = p->n_kv_head * part / parts, last = p->n_kv_head * (part + 1) / parts;
+        long from = b->queries[s];
+        int n_queries = b->queries[s + 1] - from, n_keys = b->keys[s + 1] - b->keys[s];
+        const int32_t *rows = b->rows + b->keys[s];
+        write(p, b->write + from, n_queries, k + from * ldk, v + from * ldk, ldk, first, last);
+        float *to = out + from * p->n_head * p->d_head;
+        if (p->type == BFLOAT16)
+            attend_heads(p, BFLOAT16, q + from * ldq, ldq, n_queries, rows, n_keys, first, last, me->scratch,
+                         to);
+        else
+            attend_heads(p, FLOAT32, q + from * ldq, ldq, n_queries, rows, n_keys, first, last, me->scratch,
+                         to);
+    }
+}
+
+// What follows is called from outside, by kernel.py.
+
+int onerow_version(void) { return 1; }
+
+// y (n_tokens, n) = x (n_tokens, k) W^T + bias.
+void onerow_linear(const struct linear *l, const float *x, int n_tokens, float *y, int threads) {
+    struct phase phase = {0};
+#pragma omp parallel num_threads(threads)
+    linear(&(struct member){&phase, NULL}, l, x, l->k, n_tokens, y, l->n, 0, NONE);
+}
+
+// Floats of scratch that onerow_attend needs.
+long onerow_attend_scratch(const struct pool *p, int n_keys, int threads) {
+    return threads * attend_scratch(p, n_keys);
+}
+
+void onerow_attend(const struct pool *p, const struct batch *b, const float *q, long ldq, const float *k,
+                   const float *v, long ldk, float *scratch, float *out, int threads) {
+    struct phase phase = {0};
+#pragma omp parallel num_threads(threads)
+    {
+        float *own = scratch + omp_get_thread_num() * attend_scratch(p, b->n_keys);
+        attend(&(struct member){&phase, own}, p, b, q, ldq, k, v, ldk, threads, out);
+    }
+}
+
+static long n_phases(const struct model *m) { return 7 * m->n_layer + 2; }
+
+// Bytes of scratch that onerow_forward needs.
+long onerow_forward_scratch(const struct model *m, const struct pool *p, int n_tokens, int n_keys, int threads) {
+    long d_qkv = m->d_model + 2L * p->n_kv_head * p->d_head;
+    long floats = n_tokens * (2L * m->d_model + d_qkv + m->d_ff) + threads * attend_scratch(p, n_keys);
+    return n_phases(m) * sizeof(struct phase) + floats * sizeof(float);
+}
+
+// The network, from tokens to hidden states (n_tokens, d_model). `first` is the first layer's part of
+// the pool; each next layer's begins `layer_bytes` further on. `scratch` is aligned to 64 bytes.
+void onerow_forward(const struct model *m, const struct pool *first, long layer_bytes, const struct batch *b,
+                    char *scratch, float *hidden, int threads) {
+    long n = b->n_tokens, d = m->d_model, d_kv = (long)first->n_kv_head * first->d_head, d_qkv = d + 2 * d_kv;
+    struct phase *phases = (struct phase *)scratch;
+    float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d, *wide = qkv + n * d_qkv;
+    float *own = wide + n * m->d_ff, *x = hidden;
+    memset(phases, 0, n_phases(m) * sizeof *phases);
+#pragma omp parallel num_threads(threads)
+    {
+        struct member *me = &(struct member){phases, own + omp_get_thread_num() * attend_scratch(first, b->n_keys)};
+        embed(me, m, b, x);
+        for (int i = 0; i < m->n_layer; i++) {
+            const struct layer *l = &m->layers[i];
+            struct pool p = *first;
+            p.keys += i * layer_bytes;
+            p.values += i * layer_bytes;
+            if (m->norm_first)
+                normalise(me, &l->ln_1, x, n, d, m->epsilon, h);
+            linear(me, &l->c_attn, m->norm_first ? h : x, d, n, qkv, d_qkv, 0, NONE);
+            attend(me, &p, b, qkv, d_qkv, qkv + d, qkv + d + d_kv, d_qkv, threads, heads);
+            linear(me, &l->attn_proj, heads, d, n, x, d, 1, NONE);
+            if (m->norm_first)
+                normalise(me, &l->ln_2, x, n, d, m->epsilon, h);
+            else
+                normalise(me, &l->ln_1, x, n, d, m->epsilon, x);
+            linear(me, &l->c_fc, m->norm_first ? h : x, d, n, wide, m->d_ff, 0, m->activation);
+            linear(me, &l->mlp_proj, wide, m->d_ff, n, x, d, 1, NONE);
+            if (!m->norm_first)
+                normalise(me, &l->ln_2, x, n, d, m->epsilon, x);
+        }
+        if (m->norm_first)
+            normalise(me, &m->ln_f, x, n, d, m->epsilon, x);
+    }
+}

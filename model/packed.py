@@ -1,0 +1,159 @@
+"""Weights in the order in which the CPU's kernels read them, and a runner that uses them.
+
+A decoded token reads every weight once, so a step is as fast as memory. The outputs of a layer lie
+in panels of 16: for each input, the weights of all 16; with bfloat16 (int8) the two (four) inputs
+of one output stand together in 32 bits. `pack` puts each matrix of a network into this order and
+lets go of the other copy.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model import kernel
+from model.batch import Batch
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.quantise import Int8Embedding, Int8Linear
+from model.runner import Runner
+
+HUGE_PAGE = 2**21
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in float32, bfloat16 or int8 (with the scale of each output); sums are
+    float32. `weight` is (n, k), k a multiple of 4.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        n, k = weight.shape
+        together = 4 // weight.itemsize  # inputs of an output that share 32 bits
+        panels = -(-n // kernel.LANES)
+        self.panels = _spacious((panels, k // together, kernel.LANES, together), weight.dtype)
+        whole = F.pad(weight.detach(), (0, 0, 0, -n % kernel.LANES))
+        self.panels.copy_(whole.view(panels, kernel.LANES, -1, together).transpose(1, 2))
+        self.scale = scale
+        self.bias = None if bias is None else bias.detach().float()
+        self.layer = kernel.Linear(
+            *(self.panels.data_ptr(), _pointer(self.scale), _pointer(self.bias)),
+            *(n, k, kernel.TYPES[weight.dtype]),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernel.linear(self.layer, x)
+
+
+class PackedEmbedding(nn.Module):
+    """The rows of a packed layer, in float32."""
+
+    def __init__(self, rows: PackedLinear) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        panel, lane = tokens // kernel.LANES, tokens % kernel.LANES
+        rows = self.rows.panels[panel, :, lane].flatten(-2).float()
+        return rows if self.rows.scale is None else rows * self.rows.scale[tokens, None]
+
+
+def available(config: GPTConfig) -> bool:
+    """Whether there are kernels for this CPU, and they are made for this shape."""
+    fits = config.d_model % kernel.STRIDE == config.d_ff % kernel.STRIDE == 0
+    return fits and kernel.library() is not None
+
+
+def pack(model: GPT) -> None:
+    """Pack every matrix of a network on the CPU, in place; all other numbers become float32."""
+    n_vocab = model.config.n_vocab
+    for block in model.h:
+        for part, names in ((block.attn, ("c_attn", "c_proj")), (block.mlp, ("c_fc", "c_proj"))):
+            for name in names:
+                setattr(part, name, _packed(getattr(part, name)))
+    head = _packed(model.lm_head, n_vocab)
+    rows = head if model.config.tied_head else _packed(model.wte, n_vocab)
+    model.lm_head, model.wte = head, PackedEmbedding(rows)  # type: ignore[assignment]
+    model.float()
+
+
+def _packed(
+    layer: nn.Linear | nn.Embedding | Int8Linear | Int8Embedding, n: int | None = None
+) -> PackedLinear:
+    """The first `n` outputs, or rows, of a layer."""
+    if isinstance(layer, Int8Embedding):
+        layer = layer.linear
+    scale = layer.scale[:n] if isinstance(layer, Int8Linear) else None
+    bias = None if isinstance(layer, nn.Embedding) else layer.bias
+    return PackedLinear(layer.weight[:n], scale, bias)
+
+
+def _spacious(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor on large pages where the system has them: a step walks through all weights,
+    and the table of small pages does not fit the processor.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+class PackedRunner(Runner):
+    """Runs a packed network: a step is one call into the kernels."""
+
+    def __init__(self, model: GPT, n_rows: int, kv_dtype: torch.dtype = torch.float32) -> None:
+        """`model` is packed, and stays alive and as it is."""
+        super().__init__(model, n_rows, kv_dtype, kernel.attend)
+        c, embedding = model.config, model.get_submodule("wte.rows")
+        self._layers = (kernel.Layer * c.n_layer)(*(_layer(block) for block in model.h))
+        self._network = kernel.Model(
+            layers=self._layers,
+            wpe=model.wpe.weight.data_ptr(),
+            ln_f=_norm(model.ln_f),
+            wte=_linear(embedding),
+            n_layer=c.n_layer,
+            d_model=c.d_model,
+            d_ff=c.d_ff,
+            activation=kernel.ACTIVATIONS[c.activation],
+            norm_first=c.norm_first,
+            epsilon=c.norm_epsilon,
+        )
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        step = kernel.Pass(self._network, batch, self.kv, self.n_head)
+        if len(self._scratch) < step.scratch:
+            self._scratch = torch.empty(step.scratch, dtype=torch.uint8)
+        return step.run(self._scratch)
+
+
+def _layer(block: nn.Module) -> kernel.Layer:
+    return kernel.Layer(
+        ln_1=_norm(block.get_submodule("ln_1")),
+        ln_2=_norm(block.get_submodule("ln_2")),
+        c_attn=_linear(block.get_submodule("attn.c_attn")),
+        attn_proj=_linear(block.get_submodule("attn.c_proj")),
+        c_fc=_linear(block.get_submodule("mlp.c_fc")),
+        mlp_proj=_linear(block.get_submodule("mlp.c_proj")),
+    )
+
+
+def _linear(layer: nn.Module) -> kernel.Linear:
+    if not isinstance(layer, PackedLinear):
+        raise TypeError("the network is not packed")
+    return layer.layer
+
+
+def _norm(norm: nn.Module) -> kernel.Norm:
+    if not isinstance(norm, nn.LayerNorm):
+        return kernel.Norm()
+    return kernel.Norm(norm.weight.data_ptr(), norm.bias.data_ptr())
