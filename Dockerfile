@@ -1,6 +1,7 @@
-# The virtual environment is built in one image and moved to another, without the sources.
+# The virtual environment is built in one image, which has a C compiler, and moved to a smaller one,
+# without the sources.
 
-FROM python:3.13-slim AS build
+FROM python:3.13 AS build
 
 # The package index that holds torch's CPU wheels. Without it, the default index sends the CUDA
 # build, which runs on a CPU too and is several gigabytes larger. pip reads it by this name.

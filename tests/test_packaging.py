@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from model import kernel
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -40,16 +43,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 
 def test_the_wheel_holds_every_file(wheel: zipfile.ZipFile) -> None:
-    """All modules and data of the three packages, and nothing else."""
+    """All modules and data of the three packages, what was compiled, and nothing else."""
     packages = ("model", "server", "weights")
     here = {
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
     there = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert there == here
+    assert {name for name in there if not name.endswith(".so")} == here
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+def test_the_wheel_holds_a_kernel_for_every_instruction_set(wheel: zipfile.ZipFile) -> None:
+    compiled = {name.split(".")[0] for name in wheel.namelist() if name.endswith(".so")}
+    names = {"_kernel"}
+    if platform.machine() == "x86_64":
+        names |= set().union(*kernel.LIBRARIES.values())
+    assert compiled == {f"model/{name}" for name in names}
 
 
 def test_the_wheel_holds_the_embedded_model(wheel: zipfile.ZipFile) -> None:
