@@ -15,6 +15,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define WIDTH 16
 #define MOST_TOKENS 6  // tokens of a tile: sums, weights and a token's number fit the registers
@@ -30,8 +34,9 @@
 #define VECTORS (LANES / WIDTH)  // vectors of a panel
 #define GROUP 4                // panels that a thread works on together
 #define BLOCK 256              // inputs that are summed before the sum is scaled and stored; even
+#define TOKENS 256             // tokens that share a reading of the weights
 #define FEW 24                 // tokens that read a panel from one end to the other
-#define STRIDE 4               // inputs whose weights lie together, at most
+#define STRIDE 4               // inputs of a layer come in multiples of it
 #define KEYS 64                // keys of a block of attention
 #define QUERIES 128            // queries of a block of attention
 #define SPINS 2000             // looks at a phase before a thread lets others run
@@ -42,17 +47,16 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 enum type { FLOAT32, BFLOAT16, INT8 };
 static const int SIZES[] = {4, 2, 1};
 enum activation { NONE, GELU_TANH, GELU, RELU };
 
 // A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs after another: for
-// every input the weights of all of them; of bfloat16 and int8 a lane is 32 bits, too, and holds two
-// or four inputs. Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias` may be absent.
+// every input the weights of all of them; of bfloat16 the two of a pair of inputs lie together.
+// Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias` may be absent.
 struct linear {
     const char *panels;
     const float *scale, *bias;
@@ -184,6 +188,8 @@ INLINE float activate(float x, int activation) {
 }
 
 static void activate_all(float *x, int n, int activation) {
+    if (activation == NONE)
+        return;
     if (activation == GELU_TANH)
 #pragma omp simd
         for (int i = 0; i < n; i++)
@@ -201,6 +207,19 @@ INLINE long panel_bytes(const struct linear *l) {
     return (long)l->k * LANES * SIZES[l->type];
 }
 
+INLINE Floats widened(const char *bytes) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+#else
+    Floats wide;
+    for (int i = 0; i < WIDTH; i++)
+        wide[i] = (int8_t)bytes[i];
+    return wide;
+#endif
+}
+
 // The weights of input `at` + `u` for `p` panels; `at` is a multiple of STRIDE, `u` below it.
 INLINE void load(int p, int type, const char *w, long panel, long at, int u,
                  Floats weights[GROUP * VECTORS]) {
@@ -212,10 +231,9 @@ INLINE void load(int p, int type, const char *w, long panel, long at, int u,
             weights[j] = *(const Floats *)(block + ((at + u) * LANES + lane) * 4);
         } else if (type == BFLOAT16) {
             Words two = *(const Words *)(block + ((at + (u & 2)) * LANES + lane * 2) * 2);
-            weights[j] = (Floats)(u & 1 ? two & 0xffff0000 : two << 16);
+            weights[j] = u & 1 ? (Floats)(two & 0xffff0000) : (Floats)(two << 16);
         } else {
-            Words four = *(const Words *)(block + at * LANES + lane * 4);
-            weights[j] = __builtin_convertvector((Ints)(four << (24 - 8 * u)) >> 24, Floats);
+            weights[j] = widened(block + (at + u) * LANES + lane);
         }
     }
 }
@@ -251,24 +269,20 @@ INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w
     }
 }
 
-// y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored. `scale`
-// (int8 only) is each lane's own.
+// y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored.
 INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
-                    float *y, long ldy, int n, const float *scale) {
+                    float *y, long ldy, int n) {
     Floats sums[MOST_TOKENS][GROUP * VECTORS];
     tile(m, p, type, x, ldx, w, panel, k, sums);
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
         if (n >= p * LANES) {
 #pragma GCC unroll 16
-            for (int j = 0; j < p * VECTORS; j++) {
-                Floats *to = (Floats *)(y + i * ldy + j * WIDTH);
-                *to += type == INT8 ? sums[i][j] * *(const Floats *)(scale + j * WIDTH) : sums[i][j];
-            }
+            for (int j = 0; j < p * VECTORS; j++)
+                *(Floats *)(y + i * ldy + j * WIDTH) += sums[i][j];
         } else {
-            const float *sum = (const float *)sums[i];
             for (int j = 0; j < n; j++)
-                y[i * ldy + j] += type == INT8 ? sum[j] * scale[j] : sum[j];
+                y[i * ldy + j] += ((const float *)sums[i])[j];
         }
 }
 
@@ -283,28 +297,26 @@ INLINE void product(int m, int p, int type, const float *x, long ldx, const char
 
 // The same for all the panels that n outputs have.
 INLINE void products(int m, int type, const float *x, long ldx, const char *w, long panel, int k,
-                     float *y, long ldy, int n, const float *scale) {
+                     float *y, long ldy, int n) {
     int p = 0;
     for (; (p + PANELS(m)) * LANES <= n; p += PANELS(m))
-        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy,
-                n - p * LANES, scale + p * LANES);
+        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES);
     for (; p * LANES < n; p++)
-        product(m, 1, type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES,
-                scale + p * LANES);
+        product(m, 1, type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES);
 }
 
 // The same for any number of tokens, in tiles of as equal a size as can be.
 INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
-                     float *y, long ldy, int n, const float *scale) {
+                     float *y, long ldy, int n) {
     int n_tiles = (n_tokens + MOST_TOKENS - 1) / MOST_TOKENS;
     for (int t = 0; t < n_tiles; t++) {
         long at = (long)n_tokens * t / n_tiles, m = (long)n_tokens * (t + 1) / n_tiles - at;
         const float *in = x + at * ldx;
         float *out = y + at * ldy;
         switch (m) {
-#define CASE(m)                                                      \
-    case m:                                                          \
-        products(m, type, in, ldx, w, panel, k, out, ldy, n, scale); \
+#define CASE(m)                                               \
+    case m:                                                   \
+        products(m, type, in, ldx, w, panel, k, out, ldy, n); \
         break;
             CASE(1) CASE(2) CASE(3)
 #if MOST_TOKENS == 6
@@ -315,51 +327,57 @@ INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const cha
 }
 
 // Compiled once per type of weights.
-static void multiply_float32(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
-                             float *y, long ldy, int n) {
-    multiply(FLOAT32, x, ldx, n_tokens, w, panel, k, y, ldy, n, NULL);
-}
+#define MULTIPLY(name, type)                                                                           \
+    static void name(const float *x, long ldx, int n_tokens, const char *w, long panel, int k, float *y, \
+                     long ldy, int n) {                                                                \
+        multiply(type, x, ldx, n_tokens, w, panel, k, y, ldy, n);                                      \
+    }
+MULTIPLY(multiply_float32, FLOAT32)
+MULTIPLY(multiply_bfloat16, BFLOAT16)
+MULTIPLY(multiply_int8, INT8)
 
-static void multiply_bfloat16(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
-                              float *y, long ldy, int n) {
-    multiply(BFLOAT16, x, ldx, n_tokens, w, panel, k, y, ldy, n, NULL);
-}
-
-static void multiply_int8(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
-                          float *y, long ldy, int n, const float *scale) {
-    multiply(INT8, x, ldx, n_tokens, w, panel, k, y, ldy, n, scale);
-}
-
-// `n` outputs of a layer, from output `first` on: block by block of its inputs, so that all tokens
-// read a block of weights while it is near.
+// sums (n_tokens, lds) += x W^T for `n` outputs of a layer from `first` on, block by block of its
+// inputs, so that all tokens read a block of weights while it is near.
 static void group(const struct linear *l, const float *x, long ldx, int n_tokens, int first, int n,
-                  float *y, long ldy) {
+                  float *sums, long lds) {
     long panel = panel_bytes(l);
     for (int from = 0; from < l->k; from += BLOCK) {
         int k = l->k - from < BLOCK ? l->k - from : BLOCK;
         const char *w = l->panels + first / LANES * panel + (long)from * LANES * SIZES[l->type];
         if (l->type == FLOAT32)
-            multiply_float32(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n);
+            multiply_float32(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
         else if (l->type == BFLOAT16)
-            multiply_bfloat16(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n);
+            multiply_bfloat16(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
         else
-            multiply_int8(x + from, ldx, n_tokens, w, panel, k, y + first, ldy, n, l->scale + first);
+            multiply_int8(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
     }
 }
 
 // y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias. A phase.
 static void linear(struct member *me, const struct linear *l, const float *x, long ldx, int n_tokens,
                    float *y, long ldy, int add, int activation) {
-    FOR_CHUNKS(me, chunk, round_up(l->n, GROUP * LANES) / (GROUP * LANES)) {
-        int first = chunk * GROUP * LANES, end = first + GROUP * LANES < l->n ? first + GROUP * LANES : l->n;
-        for (int t = 0; t < n_tokens; t++)
-            for (int j = first; j < end; j++)
-                y[t * ldy + j] = (add ? y[t * ldy + j] : 0.0f) + (l->bias ? l->bias[j] : 0.0f);
-        int step = n_tokens > 3 && n_tokens <= FEW ? LANES : GROUP * LANES;
-        for (int at = first; at < end; at += step)
-            group(l, x, ldx, n_tokens, at, at + step < end ? step : end - at, y, ldy);
-        for (int t = 0; t < n_tokens && activation != NONE; t++)
-            activate_all(y + t * ldy + first, end - first, activation);
+    enum { WIDE = GROUP * LANES };
+    float sums[TOKENS * WIDE];
+    FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
+        int first = chunk * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
+        for (int begin = 0; begin < n_tokens; begin += TOKENS) {
+            int m = n_tokens - begin < TOKENS ? n_tokens - begin : TOKENS;
+            int step = m > 3 && m <= FEW ? LANES : WIDE;
+            memset(sums, 0, m * WIDE * sizeof *sums);
+            for (int at = 0; at < n; at += step)
+                group(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at, sums + at, WIDE);
+            for (int t = 0; t < m; t++) {
+                float *sum = sums + t * WIDE, *to = y + (begin + t) * ldy + first;
+                for (int j = 0; l->scale && j < n; j++)
+                    sum[j] *= l->scale[first + j];
+                for (int j = 0; l->bias && j < n; j++)
+                    sum[j] += l->bias[first + j];
+                for (int j = 0; add && j < n; j++)
+                    sum[j] += to[j];
+                activate_all(sum, n, activation);
+                memcpy(to, sum, n * sizeof *to);
+            }
+        }
     }
 }
 
@@ -386,14 +404,14 @@ static void normalise(struct member *me, const struct norm *norm, const float *x
 // Token embedding out of its panels, plus position. A phase.
 static void embed(struct member *me, const struct model *m, const struct batch *b, float *x) {
     const struct linear *wte = &m->wte;
-    int stride = 4 / SIZES[wte->type];  // inputs that share a lane's 32 bits
+    int pair = wte->type == BFLOAT16 ? 2 : 1;
     FOR_CHUNKS(me, t, b->n_tokens) {
         int token = b->tokens[t];
         const char *panel = wte->panels + token / LANES * panel_bytes(wte);
         const float *position = m->wpe + (long)b->positions[t] * m->d_model;
         float scale = wte->type == INT8 ? wte->scale[token] : 1.0f;
         for (int i = 0; i < m->d_model; i++) {
-            long at = (long)(i / stride * LANES + token % LANES) * stride + i % stride;
+            long at = (long)(i / pair * LANES + token % LANES) * pair + i % pair;
             float weight = wte->type == INT8 ? ((const int8_t *)panel)[at] : number(panel, wte->type, at);
             x[(long)t * m->d_model + i] = weight * scale + position[i];
         }

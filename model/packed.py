@@ -1,9 +1,8 @@
 """Weights in the order in which the CPU's kernels read them, and a runner that uses them.
 
 A decoded token reads every weight once, so a step is as fast as memory. The outputs of a layer lie
-in panels of 16: for each input, the weights of all 16; with bfloat16 (int8) the two (four) inputs
-of one output stand together in 32 bits. `pack` puts each matrix of a network into this order and
-lets go of the other copy.
+in panels of 16: for each input, the weights of all 16; of bfloat16 for every two inputs, pairwise.
+`pack` puts each matrix of a network into this order and lets go of the other copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
         n, k = weight.shape
-        together = 4 // weight.itemsize  # inputs of an output that share 32 bits
+        together = 2 if weight.dtype is torch.bfloat16 else 1  # inputs
         panels = -(-n // kernel.LANES)
         self.panels = _spacious((panels, k // together, kernel.LANES, together), weight.dtype)
         whole = F.pad(weight.detach(), (0, 0, 0, -n % kernel.LANES))
