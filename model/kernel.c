@@ -2,8 +2,9 @@
 // they lie, and the pass that strings them together.
 //
 // One decoded token reads every weight once, so the speed of a step is the speed of memory: weights
-// lie in the order in which they are read, and a batch reads them once. Sums are float32. A token's numbers do not depend on
-// its neighbours in the batch: every sum runs in one order, whatever the batch.
+// lie in the order in which they are read, and a batch reads them once. Sums are float32, and every
+// one of them runs in one order, so that a token's numbers do not depend on its neighbours in the
+// batch.
 //
 // This file is compiled once per instruction set; the compiler makes its vectors from WIDTH floats.
 
@@ -20,32 +21,33 @@
 #endif
 
 #if defined(__AVX512F__)
-#define WIDTH 16
-#define MOST_TOKENS 6  // tokens of a tile: sums, weights and a token's number fit the registers
+#define WIDTH       16
+#define MOST_TOKENS 6 // tokens of a tile: sums, weights and a token's number fit the registers
 #elif defined(__AVX__)
-#define WIDTH 8
+#define WIDTH       8
 #define MOST_TOKENS 6
 #else
-#define WIDTH 4
+#define WIDTH       4
 #define MOST_TOKENS 3
 #endif
 
-#define LANES 16               // outputs of a panel
-#define VECTORS (LANES / WIDTH)  // vectors of a panel
-#define GROUP 4                // panels that a thread works on together
-#define BLOCK 256              // inputs that are summed before the sum is scaled and stored; even
-#define TOKENS 256             // tokens that share a reading of the weights
-#define FEW 24                 // tokens that read a panel from one end to the other
-#define STRIDE 4               // inputs of a layer come in multiples of it
-#define KEYS 64                // keys of a block of attention
-#define QUERIES 128            // queries of a block of attention
-#define SPINS 2000             // looks at a phase before a thread lets others run
+#define LANES   16              // outputs of a panel
+#define VECTORS (LANES / WIDTH) // vectors of a panel
+#define GROUP   4               // panels that a thread works on together
+#define BLOCK   256             // inputs of the weights that all tokens read before the next ones
+#define TOKENS  256             // tokens that share a reading of the weights
+#define FEW     24              // tokens that read a panel from one end to the other
+#define STRIDE  4               // inputs of a layer come in multiples of it
+#define KEYS    64              // keys of a block of attention
+#define QUERIES 128             // queries of a block of attention
+#define SPINS   2000            // looks at a phase before a thread lets others run
+#define INLINE  static inline __attribute__((always_inline))
+
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
 #else
 #define PAUSE() ((void)0)
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
@@ -54,9 +56,10 @@ enum type { FLOAT32, BFLOAT16, INT8 };
 static const int SIZES[] = {4, 2, 1};
 enum activation { NONE, GELU_TANH, GELU, RELU };
 
-// A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs after another: for
-// every input the weights of all of them; of bfloat16 the two of a pair of inputs lie together.
-// Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias` may be absent.
+// A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs
+// after another: for every input the weights of all of them; of bfloat16 the two of a pair of
+// inputs lie together. Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias`
+// may be absent.
 struct linear {
     const char *panels;
     const float *scale, *bias;
@@ -74,8 +77,8 @@ struct layer {
 
 struct model {
     const struct layer *layers;
-    const float *wpe;  // (n_ctx, d_model)
-    struct norm ln_f;  // absent where the blocks normalise what they add to
+    const float *wpe; // (n_ctx, d_model)
+    struct norm ln_f; // absent where the blocks normalise what they add to
     struct linear wte;
     int32_t n_layer, d_model, d_ff, activation, norm_first;
     float epsilon;
@@ -105,7 +108,7 @@ struct phase {
 // One thread in its walk through the phases.
 struct member {
     struct phase *phase;
-    float *scratch;  // its own
+    float *scratch; // its own
 };
 
 // Takes a chunk of the phase: its number, or -1 once all `n` are done, and with it the next phase.
@@ -127,8 +130,7 @@ static void finish_chunk(struct member *me) {
     atomic_fetch_add_explicit(&me->phase->done, 1, memory_order_release);
 }
 
-#define FOR_CHUNKS(me, chunk, n) \
-    for (int chunk; (chunk = next_chunk(me, n)) >= 0; finish_chunk(me))
+#define FOR_CHUNKS(me, chunk, n) for (int chunk; (chunk = next_chunk(me, n)) >= 0; finish_chunk(me))
 
 INLINE float as_float(uint32_t bits) {
     float x;
@@ -156,7 +158,7 @@ INLINE float number(const char *row, int type, long i) {
 
 // e^x by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
 INLINE float exponential(float x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number in the low bits
+    const float shift = 12582912.0f; // 1.5 * 2^23: rounds to a whole number in the low bits
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
     float shifted = x * 1.44269504f + shift;
@@ -174,16 +176,13 @@ INLINE float exponential(float x) {
 
 INLINE float activate(float x, int activation) {
     switch (activation) {
-    case RELU:
-        return x < 0.0f ? 0.0f : x;
-    case GELU:
-        return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    case GELU_TANH: {  // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
+    case RELU: return x < 0.0f ? 0.0f : x;
+    case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    case GELU_TANH: { // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
         float u = 0.79788456f * (x + 0.044715f * x * x * x);
         return x / (1.0f + exponential(-2.0f * u));
     }
-    default:
-        return x;
+    default: return x;
     }
 }
 
@@ -199,19 +198,17 @@ static void activate_all(float *x, int n, int activation) {
             x[i] = activate(x[i], activation);
 }
 
-INLINE int round_up(int n, int to) {
-    return (n + to - 1) / to * to;
-}
+INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-INLINE long panel_bytes(const struct linear *l) {
-    return (long)l->k * LANES * SIZES[l->type];
-}
+INLINE long panel_bytes(const struct linear *l) { return (long)l->k * LANES * SIZES[l->type]; }
 
 INLINE Floats widened(const char *bytes) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+    return (Floats)_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
 #elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+    return (Floats)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
 #else
     Floats wide;
     for (int i = 0; i < WIDTH; i++)
@@ -248,8 +245,8 @@ INLINE void add(int m, int p, const float *x, long ldx, const Floats weights[GRO
             sums[i][j] += x[i * ldx] * weights[j];
 }
 
-// Sums of `m` tokens by `p` panels over `k` inputs, a multiple of STRIDE. `x` (m, ldx), `w` the first
-// panel's block.
+// Sums of `m` tokens by `p` panels over `k` inputs, a multiple of STRIDE. `x` (m, ldx), `w` the
+// first panel's block.
 INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
                  Floats sums[MOST_TOKENS][GROUP * VECTORS]) {
     Floats weights[GROUP * VECTORS];
@@ -259,7 +256,7 @@ INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w
         for (int j = 0; j < p * VECTORS; j++)
             sums[i][j] = (Floats){0};
     for (long at = 0; at < k; at += STRIDE) {
-        for (int line = 0; p == 1 && line < SIZES[type]; line++)  // the block after this one
+        for (int line = 0; p == 1 && line < SIZES[type]; line++) // the block after this one
             __builtin_prefetch(w + (at + BLOCK) * LANES * SIZES[type] + line * 64, 0, 2);
 #pragma GCC unroll 4
         for (int u = 0; u < STRIDE; u++) {
@@ -270,8 +267,8 @@ INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w
 }
 
 // y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored.
-INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
-                    float *y, long ldy, int n) {
+INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel,
+                    int k, float *y, long ldy, int n) {
     Floats sums[MOST_TOKENS][GROUP * VECTORS];
     tile(m, p, type, x, ldx, w, panel, k, sums);
 #pragma GCC unroll 8
@@ -300,37 +297,40 @@ INLINE void products(int m, int type, const float *x, long ldx, const char *w, l
                      float *y, long ldy, int n) {
     int p = 0;
     for (; (p + PANELS(m)) * LANES <= n; p += PANELS(m))
-        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES);
+        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy,
+                n - p * LANES);
     for (; p * LANES < n; p++)
         product(m, 1, type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES);
 }
 
 // The same for any number of tokens, in tiles of as equal a size as can be.
-INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const char *w, long panel, int k,
-                     float *y, long ldy, int n) {
+INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const char *w, long panel,
+                     int k, float *y, long ldy, int n) {
     int n_tiles = (n_tokens + MOST_TOKENS - 1) / MOST_TOKENS;
     for (int t = 0; t < n_tiles; t++) {
         long at = (long)n_tokens * t / n_tiles, m = (long)n_tokens * (t + 1) / n_tiles - at;
         const float *in = x + at * ldx;
         float *out = y + at * ldy;
         switch (m) {
-#define CASE(m)                                               \
-    case m:                                                   \
-        products(m, type, in, ldx, w, panel, k, out, ldy, n); \
-        break;
-            CASE(1) CASE(2) CASE(3)
+#define CASE(m)                                                                                    \
+    case m: products(m, type, in, ldx, w, panel, k, out, ldy, n); break
+            CASE(1);
+            CASE(2);
+            CASE(3);
 #if MOST_TOKENS == 6
-            CASE(4) CASE(5) CASE(6)
+            CASE(4);
+            CASE(5);
+            CASE(6);
 #endif
         }
     }
 }
 
 // Compiled once per type of weights.
-#define MULTIPLY(name, type)                                                                           \
-    static void name(const float *x, long ldx, int n_tokens, const char *w, long panel, int k, float *y, \
-                     long ldy, int n) {                                                                \
-        multiply(type, x, ldx, n_tokens, w, panel, k, y, ldy, n);                                      \
+#define MULTIPLY(name, type)                                                                       \
+    static void name(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,     \
+                     float *y, long ldy, int n) {                                                  \
+        multiply(type, x, ldx, n_tokens, w, panel, k, y, ldy, n);                                  \
     }
 MULTIPLY(multiply_float32, FLOAT32)
 MULTIPLY(multiply_bfloat16, BFLOAT16)
@@ -354,8 +354,8 @@ static void group(const struct linear *l, const float *x, long ldx, int n_tokens
 }
 
 // y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias. A phase.
-static void linear(struct member *me, const struct linear *l, const float *x, long ldx, int n_tokens,
-                   float *y, long ldy, int add, int activation) {
+static void linear(struct member *me, const struct linear *l, const float *x, long ldx,
+                   int n_tokens, float *y, long ldy, int add, int activation) {
     enum { WIDE = GROUP * LANES };
     float sums[TOKENS * WIDE];
     FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
@@ -365,7 +365,8 @@ static void linear(struct member *me, const struct linear *l, const float *x, lo
             int step = m > 3 && m <= FEW ? LANES : WIDE;
             memset(sums, 0, m * WIDE * sizeof *sums);
             for (int at = 0; at < n; at += step)
-                group(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at, sums + at, WIDE);
+                group(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at,
+                      sums + at, WIDE);
             for (int t = 0; t < m; t++) {
                 float *sum = sums + t * WIDE, *to = y + (begin + t) * ldy + first;
                 for (int j = 0; l->scale && j < n; j++)
@@ -382,8 +383,8 @@ static void linear(struct member *me, const struct linear *l, const float *x, lo
 }
 
 // Layer norm of every token (Ba et al., arXiv:1607.06450); `to` may be `x`. A phase.
-static void normalise(struct member *me, const struct norm *norm, const float *x, int n_tokens, int d, float epsilon,
-                      float *to) {
+static void normalise(struct member *me, const struct norm *norm, const float *x, int n_tokens,
+                      int d, float epsilon, float *to) {
     FOR_CHUNKS(me, t, n_tokens) {
         const float *row = x + (long)t * d;
         float sum = 0.0f, squares = 0.0f;
@@ -412,13 +413,15 @@ static void embed(struct member *me, const struct model *m, const struct batch *
         float scale = wte->type == INT8 ? wte->scale[token] : 1.0f;
         for (int i = 0; i < m->d_model; i++) {
             long at = (long)(i / pair * LANES + token % LANES) * pair + i % pair;
-            float weight = wte->type == INT8 ? ((const int8_t *)panel)[at] : number(panel, wte->type, at);
+            float weight =
+                wte->type == INT8 ? ((const int8_t *)panel)[at] : number(panel, wte->type, at);
             x[(long)t * m->d_model + i] = weight * scale + position[i];
         }
     }
 }
 
-// What the scores of one query become: their softmax, not yet divided by the sum, which is returned.
+// What the scores of one query become: their softmax, not yet divided by the sum, which is
+// returned.
 INLINE float weigh(float *scores, int n, float most) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -473,15 +476,17 @@ INLINE void attend_one(const struct pool *p, int type, const float *q, const int
 // sees: blocks of keys, softmax as it goes (Milakov and Gimelshein, arXiv:1805.02867). A block is
 // copied into panels, which all queries then read. `q` and `out` (n_queries, ld).
 INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq, int n_queries,
-                        const int32_t *rows, int n_keys, int head, float *scratch, float *out, long ldo) {
+                        const int32_t *rows, int n_keys, int head, float *scratch, float *out,
+                        long ldo) {
     int d = p->d_head, shared = p->n_head / p->n_kv_head, lines = n_queries * shared;
     int padded = round_up(d, STRIDE), value_panels = round_up(d, LANES) / LANES;
     long width = (long)p->n_kv_head * d;
     float rate = 1.0f / sqrtf(d);
-    float *keys = scratch, *values = keys + KEYS * padded, *queries = values + KEYS * value_panels * LANES;
+    float *keys = scratch, *values = keys + KEYS * padded,
+          *queries = values + KEYS * value_panels * LANES;
     float *scores = queries + (long)lines * padded, *sums = scores + (long)lines * KEYS;
     float *most = sums + (long)lines * d, *total = most + lines;
-    memset(scratch, 0, (char *)scores - (char *)scratch);  // what pads is zero
+    memset(scratch, 0, (char *)scores - (char *)scratch); // what pads is zero
     for (int i = 0; i < lines; i++) {
         const float *from = q + i / shared * ldq + (head * shared + i % shared) * d;
         for (int j = 0; j < d; j++)
@@ -495,12 +500,15 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
         for (int r = 0; r < n; r++) {
             long row = rows[begin + r] * width + head * d;
             for (int i = 0; i < d; i++) {
-                keys[(long)(r / LANES * padded + i) * LANES + r % LANES] = number(p->keys, type, row + i);
-                values[(long)(i / LANES * KEYS + r) * LANES + i % LANES] = number(p->values, type, row + i);
+                keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
+                    number(p->keys, type, row + i);
+                values[(long)(i / LANES * KEYS + r) * LANES + i % LANES] =
+                    number(p->values, type, row + i);
             }
         }
         memset(scores, 0, (long)lines * KEYS * sizeof *scores);
-        multiply_float32(queries, padded, lines, (const char *)keys, padded * LANES * 4L, padded, scores, KEYS, n);
+        multiply_float32(queries, padded, lines, (const char *)keys, padded * LANES * 4L, padded,
+                         scores, KEYS, n);
         for (int i = 0; i < lines; i++) {
             float *s = scores + (long)i * KEYS;
             int seen = n_keys - n_queries + i / shared + 1 - begin;
@@ -515,12 +523,13 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
             for (int r = seen > 0 ? seen : 0; r < n; r++)
                 s[r] = 0.0f;
         }
-        multiply_float32(scores, KEYS, lines, (const char *)values, KEYS * LANES * 4L, round_up(n, STRIDE), sums,
-                         d, d);
+        multiply_float32(scores, KEYS, lines, (const char *)values, KEYS * LANES * 4L,
+                         round_up(n, STRIDE), sums, d, d);
     }
     for (int i = 0; i < lines; i++)
         for (int j = 0; j < d; j++)
-            out[i / shared * ldo + (head * shared + i % shared) * d + j] = sums[(long)i * d + j] / total[i];
+            out[i / shared * ldo + (head * shared + i % shared) * d + j] =
+                sums[(long)i * d + j] / total[i];
 }
 
 // The queries of a block, fewer where several heads share a key head.
@@ -532,12 +541,14 @@ static int block_queries(const struct pool *p) {
 // Floats that one thread needs as scratch to attend over at most n_keys rows.
 static long attend_scratch(const struct pool *p, long n_keys) {
     long one = p->n_head * n_keys, lines = block_queries(p) * p->n_head / p->n_kv_head;
-    long many = KEYS * (2L * p->d_head + STRIDE + LANES) + lines * (2L * p->d_head + STRIDE + KEYS + 2);
+    long many =
+        KEYS * (2L * p->d_head + STRIDE + LANES) + lines * (2L * p->d_head + STRIDE + KEYS + 2);
     return (one > many ? one : many) + LANES;
 }
 
 INLINE void attend_heads(const struct pool *p, int type, const float *q, long ldq, int n_queries,
-                         const int32_t *rows, int n_keys, int first, int last, float *scratch, float *out) {
+                         const int32_t *rows, int n_keys, int first, int last, float *scratch,
+                         float *out) {
     long ldo = (long)p->n_head * p->d_head;
     if (n_queries == 1) {
         attend_one(p, type, q, rows, n_keys, first, last, scratch, out);
@@ -546,14 +557,14 @@ INLINE void attend_heads(const struct pool *p, int type, const float *q, long ld
     for (int begin = 0; begin < n_queries; begin += block_queries(p)) {
         int n = n_queries - begin < block_queries(p) ? n_queries - begin : block_queries(p);
         for (int head = first; head < last; head++)
-            attend_many(p, type, q + begin * ldq, ldq, n, rows, n_keys - n_queries + begin + n, head,
-                        scratch, out + begin * ldo, ldo);
+            attend_many(p, type, q + begin * ldq, ldq, n, rows, n_keys - n_queries + begin + n,
+                        head, scratch, out + begin * ldo, ldo);
     }
 }
 
 // Writes keys and values of tokens into their rows, as far as key heads `first` to `last` go.
-INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const float *k, const float *v,
-                  long ldk, int first, int last) {
+INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const float *k,
+                  const float *v, long ldk, int first, int last) {
     long width = (long)p->n_kv_head * p->d_head;
     for (int t = 0; t < n_tokens; t++)
         for (int i = first * p->d_head; i < last * p->d_head; i++) {
@@ -571,8 +582,8 @@ INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const
 // Writes the keys and values of the step and lets each query look at the rows of its sequence up to
 // its own. q (n_tokens, ldq), k and v (n_tokens, ldk), out (n_tokens, n_head * d_head). A phase: no
 // sequence reads what another one writes in the same step, nor a head what another head writes.
-static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q, long ldq,
-                   const float *k, const float *v, long ldk, int parts, float *out) {
+static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q,
+                   long ldq, const float *k, const float *v, long ldk, int parts, float *out) {
     parts = parts < p->n_kv_head ? parts : p->n_kv_head;
     FOR_CHUNKS(me, chunk, b->n_sequences * parts) {
         int s = chunk / parts, part = chunk % parts;
@@ -583,11 +594,11 @@ static void attend(struct member *me, const struct pool *p, const struct batch *
         write(p, b->write + from, n_queries, k + from * ldk, v + from * ldk, ldk, first, last);
         float *to = out + from * p->n_head * p->d_head;
         if (p->type == BFLOAT16)
-            attend_heads(p, BFLOAT16, q + from * ldq, ldq, n_queries, rows, n_keys, first, last, me->scratch,
-                         to);
+            attend_heads(p, BFLOAT16, q + from * ldq, ldq, n_queries, rows, n_keys, first, last,
+                         me->scratch, to);
         else
-            attend_heads(p, FLOAT32, q + from * ldq, ldq, n_queries, rows, n_keys, first, last, me->scratch,
-                         to);
+            attend_heads(p, FLOAT32, q + from * ldq, ldq, n_queries, rows, n_keys, first, last,
+                         me->scratch, to);
     }
 }
 
@@ -607,8 +618,9 @@ long onerow_attend_scratch(const struct pool *p, int n_keys, int threads) {
     return threads * attend_scratch(p, n_keys);
 }
 
-void onerow_attend(const struct pool *p, const struct batch *b, const float *q, long ldq, const float *k,
-                   const float *v, long ldk, float *scratch, float *out, int threads) {
+void onerow_attend(const struct pool *p, const struct batch *b, const float *q, long ldq,
+                   const float *k, const float *v, long ldk, float *scratch, float *out,
+                   int threads) {
     struct phase phase = {0};
 #pragma omp parallel num_threads(threads)
     {
@@ -620,24 +632,29 @@ void onerow_attend(const struct pool *p, const struct batch *b, const float *q, 
 static long n_phases(const struct model *m) { return 7 * m->n_layer + 2; }
 
 // Bytes of scratch that onerow_forward needs.
-long onerow_forward_scratch(const struct model *m, const struct pool *p, int n_tokens, int n_keys, int threads) {
+long onerow_forward_scratch(const struct model *m, const struct pool *p, int n_tokens, int n_keys,
+                            int threads) {
     long d_qkv = m->d_model + 2L * p->n_kv_head * p->d_head;
-    long floats = n_tokens * (2L * m->d_model + d_qkv + m->d_ff) + threads * attend_scratch(p, n_keys);
+    long floats =
+        n_tokens * (2L * m->d_model + d_qkv + m->d_ff) + threads * attend_scratch(p, n_keys);
     return n_phases(m) * sizeof(struct phase) + floats * sizeof(float);
 }
 
-// The network, from tokens to hidden states (n_tokens, d_model). `first` is the first layer's part of
-// the pool; each next layer's begins `layer_bytes` further on. `scratch` is aligned to 64 bytes.
-void onerow_forward(const struct model *m, const struct pool *first, long layer_bytes, const struct batch *b,
-                    char *scratch, float *hidden, int threads) {
-    long n = b->n_tokens, d = m->d_model, d_kv = (long)first->n_kv_head * first->d_head, d_qkv = d + 2 * d_kv;
+// The network, from tokens to hidden states (n_tokens, d_model). `first` is the first layer's part
+// of the pool; each next layer's begins `layer_bytes` further on. `scratch` is aligned to 64 bytes.
+void onerow_forward(const struct model *m, const struct pool *first, long layer_bytes,
+                    const struct batch *b, char *scratch, float *hidden, int threads) {
+    long n = b->n_tokens, d = m->d_model, d_kv = (long)first->n_kv_head * first->d_head,
+         d_qkv = d + 2 * d_kv;
     struct phase *phases = (struct phase *)scratch;
-    float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d, *wide = qkv + n * d_qkv;
+    float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d,
+          *wide = qkv + n * d_qkv;
     float *own = wide + n * m->d_ff, *x = hidden;
     memset(phases, 0, n_phases(m) * sizeof *phases);
 #pragma omp parallel num_threads(threads)
     {
-        struct member *me = &(struct member){phases, own + omp_get_thread_num() * attend_scratch(first, b->n_keys)};
+        struct member *me =
+            &(struct member){phases, own + omp_get_thread_num() * attend_scratch(first, b->n_keys)};
         embed(me, m, b, x);
         for (int i = 0; i < m->n_layer; i++) {
             const struct layer *l = &m->layers[i];

@@ -62,7 +62,7 @@ def test_there_are_blocks() -> None:
 def test_every_setting_is_in_the_table(name: str) -> None:
     field = Settings.model_fields[name]
     default = field.get_default(call_default_factory=True)
-    shown = {None: "", False: "off"}.get(default, str(default))
+    shown = {None: "", False: "off", True: "on"}.get(default, str(default))
     if isinstance(default, ByteSize):
         shown = default.human_readable().replace(".0", "")
     if name == "threads":
