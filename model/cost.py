@@ -44,6 +44,19 @@ def uncached(prompt: int, new: int) -> Work:
     )
 
 
+def decode(streams: int, context: int) -> Work:
+    """One token for each of `streams` sequences, which attends to `context` rows."""
+    return Work(rows=streams, pairs=streams * context, logits=streams)
+
+
+def whole(streams: int, context: int) -> Work:
+    """All rows of `streams` sequences and logits of the last of each: the least that a prompt, or a
+    token without a cache, takes. What a mask hides need not be computed, so it is not counted.
+    """
+    pairs = context * (context + 1) // 2
+    return Work(rows=streams * context, pairs=streams * pairs, logits=streams)
+
+
 def _sum_of_squares(n: int) -> int:
     return n * (n + 1) * (2 * n + 1) // 6
 
@@ -54,14 +67,18 @@ def attention_weights(config: GPTConfig, batch: int, length: int) -> int:
 
 
 def bytes_read(config: GPTConfig, context: int, itemsize: int) -> int:
-    """The least that one token of one cached sequence reads: the weights and all its rows.
+    """The least that one token of one cached sequence reads: the weights and all its rows."""
+    return weights_read(config, itemsize) + context * config.row_bytes(itemsize)
+
+
+def weights_read(config: GPTConfig, itemsize: int) -> int:
+    """Bytes of the weights that one step reads at least.
 
     Of a table that is only looked up, one row is read; a tied embedding is the head as well.
     """
     tables = config.n_ctx if config.tied_head else config.n_ctx + config.n_vocab_padded
     looked_up = 1 if config.tied_head else 2
-    weights = config.parameters - (tables - looked_up) * config.d_model
-    return weights * itemsize + context * config.row_bytes(itemsize)
+    return (config.parameters - (tables - looked_up) * config.d_model) * itemsize
 
 
 def pays_from(config: GPTConfig, itemsize: int, balance: float) -> int | None:

@@ -19,6 +19,7 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from rich.measure import Measurement
 
 from model.config import PRESETS, GPTConfig
 from server.settings import Settings, SettingsError
@@ -288,16 +289,41 @@ Shares = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="share of the prompt that all have")
 ]
 Turns = Annotated[list[int] | None, typer.Option(min=1, help="requests of a conversation")]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="auto|float32|bfloat16|int8", help="with --engine several are measured"),
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=COMMAND",
+        help="with --engine: measure this, too; transformers, ctranslate2 and openvino are known: "
+        "'LIBRARY [MODEL] [python=FILE] [dtype=TYPE]'",
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="with --engine: decode-8x128 (streams, prompt) and the like"),
+]
+Growth = Annotated[
+    bool, typer.Option("--growth", help="with --engine: more contexts, streams and sizes of pool")
+]
 SLO_HELP = "limits in ms for goodput, such as ttft=200,tpot=50 (also e2e)"
+
+
+# What `bench` takes with --engine, and what it takes then only.
+ENGINE = {"model", "device", "dtype", "threads", "repeats", "seed", "out"}
+ENGINE_ONLY = {"kv_cache_memory", "peer", "cell", "growth", "patience"}
 
 
 @app.command()
 def bench(
+    call: typer.Context,
     url: Annotated[str | None, typer.Option(help="a server that runs; without it, our own")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="ONEROW_API_KEY")] = None,
     model: Model = None,
     device: Device = None,
-    dtype: Dtype = None,
+    dtype: Dtypes = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of our server")] = None,
     preset: Annotated[Literal["quick", "standard", "full"], typer.Option()] = "quick",
     context: Contexts = None,
@@ -313,16 +339,44 @@ def bench(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="only compare two result.json")
     ] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="measure the engine alone, without HTTP")
+    ] = False,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="with --engine: memory for rows")
+    ] = None,
+    peer: Peers = None,
+    cell: Names = None,
+    growth: Growth = False,
+    patience: Annotated[
+        float,
+        typer.Option(min=0, help="with --engine: seconds to wait for a quiet machine, in all"),
+    ] = 60.0,
 ) -> None:
     """Measure what the cache is worth, with the cache and without, side by side.
 
     A preset sweeps everything: quick takes less than a minute, standard minutes, full an hour or
     more. Any of --context, --tokens, --concurrency, --rate, --shared, --turns replaces its sweeps:
     what is given several times is swept, what is given once holds for all.
+
+    With --engine, the bare engine: each figure beside the least time that the machine's bandwidth
+    and arithmetic allow, which are measured first, and beside peers that are measured in turn.
     """
+    typed = {name for name in call.params if _typed(call, name)} - {"engine"}
+    if alien := sorted(typed - ENGINE - ENGINE_ONLY if engine else typed & ENGINE_ONLY):
+        _fail(f"--{alien[0].replace('_', '-')}: {'not' if engine else 'only'} with --engine", USAGE)
+    if engine:
+        own = {"model": model, "device": device, "threads": threads}
+        own["kv_cache_memory"] = kv_cache_memory
+        _bench_engine(
+            own, dtype or [], peer or [], cell or [], growth, repeats, seed, patience, out
+        )
+        return
     if compare:
         _compare(*compare)
         return
+    if dtype and len(dtype) > 1:
+        _fail("--dtype: several only with --engine", USAGE)
     from server.loadtest import workload
     from server.loadtest.bench import WorkloadError, command_line, run
     from server.loadtest.client import ServerError
@@ -331,7 +385,8 @@ def bench(
     from server.loadtest.report import tables
     from server.loadtest.target import Target
 
-    own = {"model": model, "device": device, "dtype": dtype, "threads": threads}
+    own = {"model": model, "device": device, "dtype": dtype[0] if dtype else None}
+    own["threads"] = threads
     settings = _settings(**own)  # what the server would refuse is refused here, with its words
     flags = [f"--{name}={value}" for name, value in own.items() if value is not None]
     if url and flags:
@@ -371,6 +426,69 @@ def bench(
     typer.echo(f"written: {', '.join(map(str, paths))}", err=True)
     typer.echo(json.dumps(summary))
     if summary["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    if outcome.failed:
+        raise typer.Exit(FAILED)
+
+
+def _typed(call: typer.Context, name: str) -> bool:
+    source = call.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _bench_engine(
+    own: dict[str, Any],
+    dtypes: list[str],
+    peers: list[str],
+    names: list[str],
+    growth: bool,
+    repeats: int | None,
+    seed: int | None,
+    patience: float,
+    out: Path,
+) -> None:
+    from server.loadtest.engine import cells, contenders, report
+    from server.loadtest.engine.bench import EngineError, Plan, run
+    from server.loadtest.report import table
+
+    settings = [_settings(**own, dtype=dtype) for dtype in (dtypes or (None,))]
+    names_of = ("model", "device", "dtype", "threads", "kv_cache_memory")
+    options = {name: getattr(settings[0], name) for name in names_of}
+    try:
+        work = [cells.Cell.read(name) for name in names or cells.DEFAULT]
+        taking_part = contenders.all_of(options, dtypes, peers, full=growth)
+    except (cells.CellError, contenders.PeerError) as error:
+        _fail(error, USAGE)
+    plan = Plan(
+        contenders=taking_part,
+        cells=work,
+        growth=growth,
+        repeats=repeats or 5,
+        threads=settings[0].threads,
+        seed=secrets.randbits(32) if seed is None else seed,
+        patience=patience,
+    )
+    command_line = shlex.join(["onerow", *sys.argv[1:]])
+    try:
+        outcome = run(plan, {"model": settings[0].model, "command_line": command_line})
+    except EngineError as error:
+        _fail(error, FAILED)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    try:
+        paths = outcome.write(out)
+    except OSError as error:
+        _fail(f"--out: {out}: {error.strerror}", FAILED)
+    figures = table(report.rows(outcome), report.title(outcome), report.NOTE)
+    console = Console()
+    if not console.is_terminal:  # a file may be as wide as it needs to be
+        console.width = Measurement.get(console, console.options.update(width=999), figures).maximum
+    console.print(figures)
+    for words in report.remarks(outcome):
+        typer.echo(f"onerow: {words}", err=True)
+    typer.echo(f"written: {', '.join(map(str, paths))}", err=True)
+    typer.echo(json.dumps(outcome.summary))
+    if outcome.summary["interrupted"]:
         raise typer.Exit(INTERRUPTED)
     if outcome.failed:
         raise typer.Exit(FAILED)

@@ -42,16 +42,25 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, not at once
-        try:
-            if not _ready(url, process):
-                output.seek(0)
-                lines = output.read().strip().splitlines() or ["it said nothing"]
-                raise ServerError(f"the server did not start: {lines[-1]}")
-            yield url
-        finally:
-            _stop(process)
-            signal.signal(signal.SIGTERM, before)
+        with interruptible():
+            try:
+                if not _ready(url, process):
+                    output.seek(0)
+                    lines = output.read().strip().splitlines() or ["it said nothing"]
+                    raise ServerError(f"the server did not start: {lines[-1]}")
+                yield url
+            finally:
+                _stop(process)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C and not at once, so that nothing that was started is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _free_port() -> int:

@@ -63,7 +63,7 @@ def plots(
 
 def context_plot(comparisons: Sequence[Comparison]) -> Plot:
     """Time per token against context: the one line that is flat and the one that rises."""
-    figure, (axes,) = _figure(1, 4.2)
+    figure, (axes,) = blank(1, 4.2)
     _lines(axes, "context", comparisons, lambda cell: cell.tpot_repeats)
     axes.set(xlabel=NAMES["context"], ylabel="ms per token")
     both = all(len(c.arms) == 2 for c in comparisons)
@@ -75,7 +75,7 @@ def context_plot(comparisons: Sequence[Comparison]) -> Plot:
         if x is not None:
             axes.axvline(x, color="#625d54", linestyle="--", linewidth=1)
     _legend(axes)
-    return _plot("context", words + _failures(comparisons), figure)
+    return rendered("context", words + _failures(comparisons), figure)
 
 
 def crossing_words(comparisons: Sequence[Comparison]) -> str:
@@ -97,14 +97,14 @@ def sweep_plot(name: str, comparisons: Sequence[Comparison]) -> Plot:
     latency: tuple[str, Measure] = ("99th percentile\nof the whole answer (ms)", _p99)
     if name in ("shared", "turns"):
         latency = ("first token (ms, median)", lambda cell: cell.ttft_repeats)
-    figure, (upper, lower) = _figure(2, 5.4)
+    figure, (upper, lower) = blank(2, 5.4)
     _lines(upper, name, comparisons, lambda cell: cell.tokens_per_second)
     _lines(lower, name, comparisons, latency[1])
     upper.set(ylabel="tokens per second")
     lower.set(xlabel=NAMES[name], ylabel=latency[0])
     _legend(upper)
     words = f"Throughput above, latency below, against: {NAMES[name]}." + _failures(comparisons)
-    return _plot(name, words, figure)
+    return rendered(name, words, figure)
 
 
 def _failures(comparisons: Sequence[Comparison]) -> str:
@@ -130,7 +130,7 @@ def timeline_runs(records: Sequence[Record]) -> list[Record]:
 def timeline_plot(records: Sequence[Record]) -> Plot:
     """Each request of one run as a bar: waiting, reading the prompt, writing."""
     lanes = [min(MOST_LANES, len(r.samples)) for r in records]
-    figure, panels = _figure(len(records), 1.2 + sum(0.9 + 0.11 * n for n in lanes))
+    figure, panels = blank(len(records), 1.2 + sum(0.9 + 0.11 * n for n in lanes))
     for axes, record in zip(panels, records, strict=True):
         arm = record.run.arm
         for lane, s in enumerate(sorted(record.samples, key=lambda s: s.due)[:MOST_LANES]):
@@ -158,10 +158,11 @@ def timeline_plot(records: Sequence[Record]) -> Plot:
         handles.append(Line2D([], [], color="#a3122a", marker="x", ls="", label="failed"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     words = "One run, request by request; each white line is a token that arrived."
-    return _plot("timeline", words, figure)
+    return rendered("timeline", words, figure)
 
 
-def _figure(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+def blank(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure of `panels` above each other that share one x axis; `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = [figure.add_subplot(panels, 1, 1)]
     axes += [figure.add_subplot(panels, 1, i + 1, sharex=axes[0]) for i in range(1, panels)]
@@ -208,7 +209,7 @@ def _legend(axes: Axes) -> None:
         axes.legend(frameon=False)
 
 
-def _plot(name: str, words: str, figure: Figure) -> Plot:
+def rendered(name: str, words: str, figure: Figure) -> Plot:
     file = BytesIO()
     figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
     return Plot(name, words, file.getvalue())

@@ -1,0 +1,1 @@
+"""The bare engine measured, without HTTP, beside what others do on the same machine."""
