@@ -408,6 +408,11 @@ static void embed(struct member *me, const struct model *m, const struct batch *
     int pair = wte->type == BFLOAT16 ? 2 : 1;
     FOR_CHUNKS(me, t, b->n_tokens) {
         int token = b->tokens[t];
+        if (token < 0 || token >= wte->n) { // the others of the batch are not to suffer for it
+            for (int i = 0; i < m->d_model; i++)
+                x[(long)t * m->d_model + i] = NAN;
+            continue;
+        }
         const char *panel = wte->panels + token / LANES * panel_bytes(wte);
         const float *position = m->wpe + (long)b->positions[t] * m->d_model;
         float scale = wte->type == INT8 ? wte->scale[token] : 1.0f;

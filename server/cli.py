@@ -135,7 +135,7 @@ def _number(text: str | None) -> int:
 
 Model = Annotated[str | None, typer.Option(help="stories, or the folder or file of a model")]
 Device = Annotated[str | None, typer.Option(metavar="auto|cpu|cuda")]
-Dtype = Annotated[str | None, typer.Option(metavar="auto|float32|bfloat16")]
+Dtype = Annotated[str | None, typer.Option(metavar="auto|float32|bfloat16|int8")]
 ModelOrPreset = Annotated[str, typer.Argument(help="a model as for serve, or gpt2 ... gpt2-xl")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object")]
 Seed = Annotated[int | None, typer.Option(min=0, help="the same seed gives the same text")]

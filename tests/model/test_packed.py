@@ -92,6 +92,15 @@ def test_cached_and_uncached_alone_and_together(dtype: str) -> None:
     assert together[3] == together[4]
 
 
+def test_an_unknown_token_fails_alone() -> None:
+    """Its sender should have known; it reads nobody's memory."""
+    driver = tiny.Driver(tiny.packed_copy(tiny.gpt(tiny.config())))
+    texts = [tiny.Text(tokens) for tokens in ([5, 6], [5, 97], [5, 6], [-1])]
+    draws = driver.step(texts)
+    assert [draw.failed for draw in draws] == [False, True, False, True]
+    assert draws[0] == draws[2]
+
+
 def test_other_shapes_are_left_to_torch() -> None:
     assert packed.available(tiny.config())
     assert not packed.available(tiny.config(d_model=50, n_head=2))

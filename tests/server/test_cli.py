@@ -125,16 +125,17 @@ class TestServe:
     def test_every_setting_is_a_flag_and_a_variable(
         self, name: str, served: list[Settings], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        is_bool = Settings.model_fields[name].annotation is bool
-        value = "true" if is_bool else SAMPLE.get(name, "100")
-        flag = f"--{name.replace('_', '-')}"
+        field = Settings.model_fields[name]
+        is_bool, is_on = field.annotation is bool, field.default is True
+        value = str(not is_on) if is_bool else SAMPLE.get(name, "100")
+        flag = f"--{'no-' if is_on else ''}{name.replace('_', '-')}"
         assert run("serve", *([flag] if is_bool else [flag, value])).exit_code == 0
         monkeypatch.setenv(f"ONEROW_{name.upper()}", value)
         assert run("serve").exit_code == 0
         by_flag, by_variable = (getattr(settings, name) for settings in served)
         plain = by_flag.get_secret_value() if isinstance(by_flag, SecretStr) else by_flag
         assert by_flag == by_variable
-        assert plain != Settings.model_fields[name].get_default(call_default_factory=True)
+        assert plain != field.get_default(call_default_factory=True)
 
     def test_flags_win_over_variables_over_defaults(
         self, served: list[Settings], monkeypatch: pytest.MonkeyPatch
