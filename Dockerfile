@@ -1,6 +1,9 @@
 # The virtual environment is built in one image, which has a C compiler, and moved to a smaller one,
 # without the sources.
 
+# What it runs on. On a GPU it must be python:3.13, which has the C compiler that Triton calls.
+ARG BASE=python:3.13-slim
+
 FROM python:3.13 AS build
 
 # The package index that holds torch's CPU wheels. Without it, the default index sends the CUDA
@@ -12,7 +15,7 @@ COPY . .
 RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir .
 
 
-FROM python:3.13-slim
+FROM ${BASE}
 
 RUN useradd --system --uid 10001 --no-create-home onerow
 COPY --from=build /opt/onerow/.venv /opt/onerow/.venv

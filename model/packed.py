@@ -80,6 +80,10 @@ def pack(model: GPT) -> None:
     model.float()
 
 
+def is_packed(model: GPT) -> bool:
+    return isinstance(model.get_submodule("lm_head"), PackedLinear)
+
+
 def _packed(
     layer: nn.Linear | nn.Embedding | Int8Linear | Int8Embedding, n: int | None = None
 ) -> PackedLinear:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from model import checkpoint, packed
+from model import checkpoint, memory, packed
 from model.checkpoint import Checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.graphs import GraphRunner
 from model.packed import PackedRunner
 from model.quantise import quantise
 from model.rows import RowPool
@@ -39,6 +41,10 @@ NUMBERS = {
     "int8": Numbers(torch.float32, torch.float32),
 }
 
+# 85 full windows of the embedded model, 7 of GPT-2 124M in float32; beside the weights it still
+# fits into a container of 2 GB.
+CPU_MEMORY = 512 * 2**20
+
 
 class LoadError(Exception):
     """What the settings ask for is not to be had here: one line that says what and why."""
@@ -61,12 +67,17 @@ def load_engine(settings: Settings) -> Engine:
     torch.set_num_threads(settings.threads)
     path = checkpoint.resolve(settings.model)
     loaded = checkpoint.load(path, place.numbers.weights)
+    prepare(loaded.model, place, settings.kernels)
     row_size = place.numbers.rows.itemsize
-    n_rows = pool_rows(loaded.config, row_size, settings.kv_cache_memory)
     try:
-        runner = make_runner(loaded.model, place, n_rows, settings.kernels)
-    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
-        raise LoadError(f"kv_cache_memory: {place.device} cannot hold {n_rows:,} rows") from error
+        budget = settings.kv_cache_memory or default_memory(loaded.model, place, settings)
+        n_rows = pool_rows(loaded.config, row_size, budget)
+        runner = make_runner(loaded.model, place, n_rows, settings.max_running)
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU torch has no name for this error; on a GPU others are none of the memory's.
+        if place.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise LoadError(f"kv_cache_memory: {place.device} has not so much") from error
     _return_memory()
     name = settings.served_model_name or loaded.name
     by = "compiled kernels" if isinstance(runner, PackedRunner) else "torch"
@@ -88,16 +99,40 @@ def load_engine(settings: Settings) -> Engine:
     )
 
 
-def make_runner(model: GPT, place: Placement, n_rows: int, kernels: bool) -> Runner:
-    """Run the model where and in what it is to run: with the compiled kernels if they are wanted
-    and can be had. The model's weights are used up.
+def prepare(model: GPT, place: Placement, kernels: bool) -> None:
+    """Bring a model to where and what it is to be, in place: for the compiled kernels if they are
+    wanted and can be had.
     """
     if place.dtype == "int8":
         quantise(model)
     if kernels and place.device.type == "cpu" and packed.available(model.config):
         packed.pack(model)
-        return PackedRunner(model, n_rows, place.numbers.rows)
-    return Runner(model.to(place.device), n_rows, place.numbers.rows)
+    model.to(place.device)
+
+
+def make_runner(model: GPT, place: Placement, n_rows: int, max_running: int) -> Runner:
+    """The runner that fits a prepared model."""
+    rows = place.numbers.rows
+    if packed.is_packed(model):
+        return PackedRunner(model, n_rows, rows)
+    if place.device.type == "cuda" and find_spec("triton"):
+        from model.triton_attention import attend  # triton comes with torch's CUDA build only
+
+        return GraphRunner(model, n_rows, rows, n_lanes=max_running, lane_backend=attend)
+    return Runner(model, n_rows, rows)
+
+
+def default_memory(model: GPT, place: Placement, settings: Settings) -> int:
+    """Bytes for the rows if nobody says how many: on a GPU what a server at work leaves free."""
+    if place.device.type == "cpu":
+        return CPU_MEMORY
+    return memory.for_rows(
+        lambda n_rows: make_runner(model, place, n_rows, settings.max_running),
+        model.config.n_ctx,
+        max_running=settings.max_running,
+        step_tokens=settings.step_tokens,
+        free=lambda: torch.cuda.mem_get_info(place.device)[0],
+    )
 
 
 def open_store(settings: Settings, loaded: Checkpoint, dtype: str) -> Store | None:

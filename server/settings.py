@@ -82,10 +82,10 @@ class Settings(BaseSettings):
         default_factory=default_threads,
         description="CPU threads; by default OMP_NUM_THREADS, or what the container may use",
     )
-    # 85 full windows of the embedded model, 7 of GPT-2 124M in float32; beside the weights it
-    # still fits into a container of 2 GB.
-    kv_cache_memory: Bytes = Field(
-        ByteSize(512 * 2**20), description="memory for the rows of keys and values"
+    kv_cache_memory: Bytes | None = Field(
+        None,
+        description="memory for the rows of keys and values; by default 512 MiB on a CPU, nine "
+        "tenths of what is free on a GPU",
     )
     max_sessions: Count = Field(1024, description="named sessions; the least recently used goes")
     session_ttl: Seconds | None = Field(

@@ -197,7 +197,7 @@ class TestDockerfile:
 
     def test_its_index_is_an_argument_without_a_default(self) -> None:
         arguments = re.findall(r"^ARG (.*)$", DOCKERFILE, re.MULTILINE)
-        assert arguments == ["PIP_EXTRA_INDEX_URL"]
+        assert arguments == ["BASE=python:3.13-slim", "PIP_EXTRA_INDEX_URL"]
         assert "://" not in DOCKERFILE.replace("http://127.0.0.1", "")
 
     def test_the_server_is_not_root(self) -> None:

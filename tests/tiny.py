@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from model import packed
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.packed import PackedLinear, PackedRunner
+from model.packed import PackedRunner
 from model.rows import RowPool
 from model.runner import Runner
 from model.step import Draw, Ids, Sampling, Work
@@ -132,7 +132,7 @@ def packed_copy(model: GPT) -> GPT:
 
 def runner(model: GPT, n_rows: int, kv_dtype: torch.dtype = torch.float32) -> Runner:
     """The runner that is made for the model."""
-    made = PackedRunner if isinstance(model.lm_head, PackedLinear) else Runner
+    made = PackedRunner if packed.is_packed(model) else Runner
     return made(model, n_rows, kv_dtype)
 
 

@@ -106,5 +106,5 @@ class TestLoadEngine:
             raise RuntimeError("not enough memory")
 
         monkeypatch.setattr("server.loading.make_runner", exhausted)
-        with pytest.raises(LoadError, match="kv_cache_memory: cpu cannot hold"):
+        with pytest.raises(LoadError, match="kv_cache_memory: cpu has not so much"):
             load_engine(Settings(device="cpu"))

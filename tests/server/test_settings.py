@@ -47,7 +47,7 @@ def test_a_key_is_not_printed() -> None:
         ("port", "tcp://10.0.0.1:8000", "integer"),  # what Kubernetes sets for a service "onerow"
         ("port", 65536, "65535"),
         ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
-        ("dtype", "int4", "'auto', 'float32' or 'bfloat16'"),
+        ("dtype", "int4", "'auto', 'float32', 'bfloat16' or 'int8'"),
         ("kv_cache_memory", "much", "could not parse"),
         ("kv_cache_memory", 0, "greater than 0"),
         ("max_running", 0, "1"),
