@@ -66,9 +66,13 @@ def attention_weights(config: GPTConfig, batch: int, length: int) -> int:
     return batch * config.n_head * length * length
 
 
-def bytes_read(config: GPTConfig, context: int, itemsize: int) -> int:
-    """The least that one token of one cached sequence reads: the weights and all its rows."""
-    return weights_read(config, itemsize) + context * config.row_bytes(itemsize)
+def bytes_read(
+    config: GPTConfig, context: int, itemsize: int, row_itemsize: int | None = None
+) -> int:
+    """The least that one token of one cached sequence reads: the weights and all its rows, whose
+    numbers are as large as the weights' unless it is said.
+    """
+    return weights_read(config, itemsize) + context * config.row_bytes(row_itemsize or itemsize)
 
 
 def weights_read(config: GPTConfig, itemsize: int) -> int:
@@ -81,7 +85,9 @@ def weights_read(config: GPTConfig, itemsize: int) -> int:
     return (config.parameters - (tables - looked_up) * config.d_model) * itemsize
 
 
-def pays_from(config: GPTConfig, itemsize: int, balance: float) -> int | None:
+def pays_from(
+    config: GPTConfig, itemsize: int, balance: float, row_itemsize: int | None = None
+) -> int | None:
     """The shortest context in which one cached token is faster; None if no context is that long.
 
     `balance` is what the machine can compute while it reads a byte, in FLOP. A cached token mostly
@@ -89,7 +95,8 @@ def pays_from(config: GPTConfig, itemsize: int, balance: float) -> int | None:
     but no time.
     """
     for context in range(1, config.n_ctx + 1):
-        kept = max(bytes_read(config, context, itemsize) * balance, config.flops(context))
+        read = bytes_read(config, context, itemsize, row_itemsize)
+        kept = max(read * balance, config.flops(context))
         afresh = max(bytes_read(config, 0, itemsize) * balance, config.flops(context, rows=context))
         if afresh > kept:
             return context

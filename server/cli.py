@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.measure import Measurement
 
 from model.config import PRESETS, GPTConfig
-from server.settings import Settings, SettingsError
+from server.settings import CPU_MEMORY, Settings, SettingsError
 from server.version import VERSION
 
 app = typer.Typer(
@@ -200,7 +200,7 @@ def info(
     """
     from server.info import Cost, Machine
 
-    room = _settings(kv_cache_memory=memory).kv_cache_memory
+    room = _settings(kv_cache_memory=memory).kv_cache_memory or CPU_MEMORY
     machine = Machine(room, 1e9 * bandwidth, 1e9 * compute)
     cost = Cost.of(model, PRESETS.get(model) or _read_config(model), tokens, machine)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ByteSize
 from rich.console import Group
@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from model.trace import Line, Shape  # it imports torch, which the costs do without
 
 GIB = 2**30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Numbers(NamedTuple):
+    """Bytes of a number in the weights and in the rows."""
+
+    weights: int
+    rows: int
+
+
+NUMBERS = {"float32": Numbers(4, 4), "bfloat16": Numbers(2, 2), "int8": Numbers(1, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,12 @@ class Memory:
     caching_pays_from: int | None  # rows that are recomputed while the weights are read
 
     @classmethod
-    def of(cls, config: GPTConfig, tokens: int, itemsize: int, machine: Machine) -> Memory:
-        row = config.row_bytes(itemsize)
-        read = cost.bytes_read(config, tokens, itemsize)
+    def of(cls, config: GPTConfig, tokens: int, numbers: Numbers, machine: Machine) -> Memory:
+        row = config.row_bytes(numbers.rows)
+        read = cost.bytes_read(config, tokens, *numbers)
+        balance = machine.compute / machine.bandwidth
         return cls(
-            weight_bytes=config.parameters * itemsize,
+            weight_bytes=config.parameters * numbers.weights,
             row_bytes=row,
             session_bytes=row * tokens,
             sessions=machine.memory // (row * tokens),
@@ -56,7 +66,7 @@ class Memory:
             full_sessions_per_gib=GIB // (row * config.n_ctx),
             bytes_per_token=read,
             seconds_per_token=read / machine.bandwidth,
-            caching_pays_from=cost.pays_from(config, itemsize, machine.compute / machine.bandwidth),
+            caching_pays_from=cost.pays_from(config, numbers.weights, balance, numbers.rows),
         )
 
 
@@ -100,11 +110,11 @@ class Cost:
             flops_per_token={context: config.flops(context) for context in contexts},
             completion=Completion.of(config, tokens),
             memory={
-                dtype: Memory.of(config, tokens, itemsize, machine)
-                for dtype, itemsize in ITEM_BYTES.items()
+                dtype: Memory.of(config, tokens, numbers, machine)
+                for dtype, numbers in NUMBERS.items()
             },
             row_bytes_by_key_heads={
-                n: config.model_copy(update={"n_kv_head": n}).row_bytes(ITEM_BYTES["bfloat16"])
+                n: config.model_copy(update={"n_kv_head": n}).row_bytes(NUMBERS["bfloat16"].rows)
                 for n in fewer
             },
         )

@@ -21,7 +21,7 @@ from model.rows import RowPool
 from model.runner import Runner
 from server.engine.engine import Engine
 from server.engine.store import Store
-from server.settings import Settings
+from server.settings import CPU_MEMORY, Settings
 
 log = logging.getLogger("onerow")
 
@@ -40,10 +40,6 @@ NUMBERS = {
     "bfloat16": Numbers(torch.bfloat16, torch.bfloat16),
     "int8": Numbers(torch.float32, torch.float32),
 }
-
-# 85 full windows of the embedded model, 7 of GPT-2 124M in float32; beside the weights it still
-# fits into a container of 2 GB.
-CPU_MEMORY = 512 * 2**20
 
 
 class LoadError(Exception):

@@ -13,6 +13,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from model.config import explain
 
 PREFIX = "ONEROW_"
+# For rows: 85 full windows of the embedded model, 7 of GPT-2 124M in float32; beside the weights it
+# still fits into a container of 2 GB.
+CPU_MEMORY = 512 * 2**20
 Bytes = Annotated[ByteSize, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
