@@ -9,17 +9,24 @@ request gives the same text whatever runs beside it. Log-probabilities are those
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.step import Draw, Sampling, TokenScore, Work
 
 COLDEST = 1e-5  # temperatures below are raised to it: the logits they divide must stay finite
+IN_CACHE = 2**16  # numbers that a CPU's core keeps at hand
+
+Numbers = NDArray[np.float32]
+Indices = NDArray[np.int64]
+Keys = TypeVar("Keys", Tensor, Indices)
 
 
 def sample(logits: Tensor, work: Sequence[Work]) -> list[Draw]:
@@ -30,19 +37,24 @@ def sample(logits: Tensor, work: Sequence[Work]) -> list[Draw]:
     wanted = [_sampling(w) for w in work]
     logits = logits.float()
     adjusted = _adjust(logits, work, wanted)
-    finite = torch.isfinite(logits).all(dim=-1) & torch.isfinite(adjusted.amax(dim=-1))
-    chosen = _choose(torch.where(finite[:, None], adjusted, 0.0), work, wanted)
-    numbered = [i for i, s in enumerate(wanted) if s.logprobs is not None]
-    scores: list[TokenScore] = []
+    fine = _finite(logits, adjusted)
+    tokens = _argmax(adjusted)
+    drawn = [i for i, s in enumerate(wanted) if s.temperature > 0 and fine[i]]
+    if drawn:
+        noise = [uniform(wanted[i], work[i].position) for i in drawn]
+        chosen = _draw(_rows(adjusted, drawn), [wanted[i] for i in drawn], noise)
+        for i, token in zip(drawn, chosen, strict=True):
+            tokens[i] = token
+    draws = [
+        Draw(token=token) if ok else Draw(failed=True)
+        for token, ok in zip(tokens, fine, strict=True)
+    ]
+    numbered = [i for i, s in enumerate(wanted) if s.logprobs is not None and fine[i]]
     if numbered:
         counts = [wanted[i].logprobs or 0 for i in numbered]
-        scores = score(logits[numbered], chosen[numbered], counts)
-    draws = [
-        Draw(token=token) if fine else Draw(failed=True)
-        for token, fine in zip(chosen.tolist(), finite.tolist(), strict=True)
-    ]
-    for i, token_score in zip(numbered, scores, strict=True):
-        if not draws[i].failed:
+        chosen_ids = torch.tensor([tokens[i] for i in numbered], device=logits.device)
+        scores = score(_rows(logits, numbered), chosen_ids, counts)
+        for i, token_score in zip(numbered, scores, strict=True):
             draws[i].score = token_score
     return draws
 
@@ -53,7 +65,8 @@ def score(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenSc
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    best, ids = _best(logprobs, max(counts))
+    ids = _best(logprobs, max(counts))
+    best = logprobs.gather(1, ids)
     rows = zip(tokens.tolist(), chosen.tolist(), ids.tolist(), best.tolist(), counts, strict=True)
     return [
         TokenScore(token, logprob, tuple(zip(row_ids[:n], row_best[:n], strict=True)))
@@ -116,66 +129,132 @@ def _adjust_row(row: Tensor, work: Work, s: Sampling) -> None:
         row[list(work.banned)] = -torch.inf
 
 
-def _choose(logits: Tensor, work: Sequence[Work], wanted: Sequence[Sampling]) -> Tensor:
-    """Token ids (R,): the lowest of the best ones where greedy, drawn elsewhere."""
-    chosen = logits.argmax(dim=-1)
-    drawn = [i for i, s in enumerate(wanted) if s.temperature > 0]
-    if drawn:
-        noise = [uniform(wanted[i], work[i].position) for i in drawn]
-        chosen[drawn] = _draw(logits[drawn], [wanted[i] for i in drawn], noise)
-    return chosen
+def _rows(logits: Tensor, chosen: Sequence[int]) -> Tensor:
+    """Rows of the logits; without a copy if they are all of them."""
+    return logits if len(chosen) == len(logits) else logits[chosen]
 
 
-def _draw(logits: Tensor, wanted: Sequence[Sampling], noise: Sequence[float]) -> Tensor:
-    """Sample rows of logits `(R, n_vocab)` at one uniform number each."""
+def _finite(logits: Tensor, adjusted: Tensor) -> list[bool]:
+    """Which rows are finite, and have a token left to choose. Not a number is both the least and
+    the greatest of its row.
+    """
+    fine = (logits.amin(dim=-1) > -torch.inf) & (logits.amax(dim=-1) < torch.inf)
+    if adjusted is not logits:
+        fine &= torch.isfinite(adjusted.amax(dim=-1))
+    found: list[bool] = fine.tolist()
+    return found
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    heat = column([max(s.temperature, COLDEST) for s in wanted])
-    best = logits.amax(dim=-1, keepdim=True)
-    probs = torch.softmax((logits - best) / heat.to(logits.dtype), dim=-1)
-    cut = [i for i, s in enumerate(wanted) if s.top_k or s.top_p < 1 or s.min_p > 0]
-    if cut:
-        probs[cut] = _cut_tail(probs[cut], [wanted[i] for i in cut])
-    cumulative = probs.double().cumsum(dim=-1)
+def _argmax(logits: Tensor) -> list[int]:
+    """The best token of each row, of equal ones the lowest id. On a CPU NumPy finds it in a tenth
+    of the time.
+    """
+    best = logits.argmax(dim=-1) if logits.is_cuda else logits.numpy().argmax(axis=-1)
+    tokens: list[int] = best.tolist()
+    return tokens
+
+
+def _draw(logits: Tensor, wanted: Sequence[Sampling], noise: Sequence[float]) -> list[int]:
+    """Sample rows of logits `(R, n_vocab)` at one uniform number each. On a CPU a few rows at a
+    time, so that what one pass writes is still in the cache when the next one reads it.
+    """
+    size = len(logits) if logits.is_cuda else max(1, IN_CACHE // logits.shape[1])
+    tokens = []
+    for a in range(0, len(logits), size):
+        part = slice(a, a + size)
+        heat = torch.tensor([max(s.temperature, COLDEST) for s in wanted[part]])
+        weights = logits[part] - logits[part].amax(dim=-1, keepdim=True)
+        weights.div_(heat[:, None].to(logits.device)).exp_()
+        tokens += _choose(weights, wanted[part], noise[part])
+    return tokens
+
+
+def _choose(weights: Tensor, wanted: Sequence[Sampling], noise: Sequence[float]) -> list[int]:
+    """One token for each row of weights `(R, n_vocab)`, of which the largest is 1."""
+    whole = [i for i, s in enumerate(wanted) if not (s.top_k or s.top_p < 1 or s.min_p > 0)]
+    tokens = dict(
+        zip(whole, _invert(_rows(weights, whole), [noise[i] for i in whole]), strict=True)
+    )
+    if len(tokens) < len(wanted):
+        rows = weights.cpu().numpy()
+        for i, sampling in enumerate(wanted):
+            if i not in tokens:
+                tokens[i] = _choose_kept(rows[i], sampling, noise[i])
+    return [tokens[i] for i in range(len(wanted))]
+
+
+def _invert(weights: Tensor, noise: Sequence[float]) -> list[int]:
+    """The inverse of each row's cumulative distribution, in token order, at its number."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    target = torch.minimum(column(noise) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    target = torch.tensor(noise, dtype=torch.float64, device=weights.device)[:, None] * total
+    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    found: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+    return found
 
 
-def _cut_tail(probs: Tensor, wanted: Sequence[Sampling]) -> Tensor:
-    """Zero what top-k, then top-p, then min-p leave out; the best token always stays.
+def _choose_kept(weights: Numbers, sampling: Sampling, noise: float) -> int:
+    """The same among the tokens that are not cut off."""
+    ids = _kept(weights, sampling)
+    cumulative = weights[ids].cumsum(dtype=np.float64)
+    total = float(cumulative[-1])
+    target = min(noise * total, math.nextafter(total, 0))
+    return int(ids[cumulative.searchsorted(target, side="right")])
 
-    `top_p` keeps the smallest set of best tokens whose share of what top-k left reaches it.
+
+def _kept(weights: Numbers, s: Sampling) -> Indices:
+    """Ids that top-k, then top-p, then min-p leave, in order; the best token is always among them.
+
+    `top_p` keeps the smallest set of best tokens whose share of what top-k left reaches it. A token
+    that weighs less than an equal part of the rest, 1 - `top_p`, is none of them: all such together
+    are less than the rest. What remains to be sorted is a small part of the vocabulary.
     """
+    if s.top_k:
+        ids = _best_of_row(weights, min(s.top_k, len(weights)))
+        total = weights[ids].sum(dtype=np.float64)
+    elif s.top_p < 1:
+        total = weights.sum(dtype=np.float64)
+        ids = _sorted(weights, np.flatnonzero(weights >= (1 - s.top_p) * total / len(weights)))
+    else:
+        return np.flatnonzero(weights >= s.min_p)
+    best = weights[ids].astype(np.float64)
+    keep = best >= s.min_p
+    if s.top_p < 1:
+        keep &= best.cumsum() - best < s.top_p * total
+    keep[0] = True
+    return np.sort(ids[keep])
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=probs.device)[:, None]
 
-    n_vocab = probs.shape[1]
-    ks = [min(s.top_k or n_vocab, n_vocab) for s in wanted]
-    best, ids = _best(probs, max(ks))
-    best = best * (torch.arange(max(ks), device=probs.device) < column(ks))
-    cumulative = F.pad(best.double().cumsum(dim=-1), (1, 0))
-    before, total = cumulative[:, :-1], cumulative[:, -1:]
-    keep = before < column([s.top_p for s in wanted]) * total
-    keep &= best >= column([s.min_p for s in wanted]) * best[:, :1]
-    keep[:, 0] = True
-    return torch.zeros_like(probs).scatter_(1, ids, best * keep)
-
-
-def _best(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The `n` largest of each row (all, if they are fewer), best first, and their ids; of equal
-    ones the lowest id first.
-
-    `topk` alone leaves open which of equal ones it takes, and its choice changes with `n`, which
-    the neighbours have a say in. Here it compares whole numbers of which no two are alike: a
-    float32's bits, made to sort as the float does, and below them the id.
+def _best(values: Tensor, n: int) -> Tensor:
+    """Ids of the `n` largest of each row (of all, if they are fewer), best first; of equal ones
+    the lowest id first.
     """
-    n_vocab = values.shape[1]
-    bits = values.view(torch.int32).long()
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    keys = (bits << 32) - torch.arange(n_vocab, device=values.device)
-    ids = keys.topk(min(n, n_vocab), dim=-1).indices
-    return values.gather(1, ids), ids
+    n = min(n, values.shape[1])
+    if values.is_cuda:
+        ids = torch.arange(values.shape[1], device=values.device)
+        return _keys(values.view(torch.int32).long(), ids).topk(n, dim=-1).indices
+    return torch.from_numpy(np.stack([_best_of_row(row, n) for row in values.numpy()]))
+
+
+def _best_of_row(values: Numbers, n: int) -> Indices:
+    if n == 0:
+        return np.empty(0, np.int64)
+    if n == len(values):
+        return _sorted(values, np.arange(n))
+    least = np.partition(values, -n)[-n]
+    return _sorted(values, np.flatnonzero(values >= least))[:n]
+
+
+def _sorted(values: Numbers, ids: Indices) -> Indices:
+    """The ids in the order of their values, best first; of equal ones the lowest first."""
+    keys = _keys(values[ids].view(np.int32).astype(np.int64), ids)
+    keys.sort()
+    return -keys[::-1] & 0xFFFFFFFF
+
+
+def _keys(bits: Keys, ids: Keys) -> Keys:
+    """Whole numbers that sort like floats of these bits and, where they are equal, against their
+    ids. No two are alike: `topk` and most sorts leave open which of equal ones they take, and what
+    `topk` takes changes with k, which the neighbours have a say in.
+    """
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) - ids

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from model.sampler import sample, score, uniform
+from model.sampler import _best, _kept, _keys, sample, score, uniform
 from model.step import Draw, Sampling, Work
 from tests.oracle import Array, log_softmax, softmax
 from tests.tiny import GREEDY
@@ -165,6 +165,37 @@ def test_any_batch_draws_what_the_definition_says(batch: list[Sampling], seed: i
             between = cumulative[min(found.token or 0, expected)] / cumulative[-1]
             assert between == pytest.approx(noise, abs=1e-5)
             assert probs[found.token] > 0
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_of_many_tokens_the_right_ones_are_kept(spread: float, cut: dict[str, Any]) -> None:
+    """From equal ones, where half of all may stay, to a peak; rounded, so that many are equal."""
+    random = np.random.default_rng(4)
+    logits = random.normal(0, spread, 5000).round(2).astype(np.float32)
+    weights = np.exp(logits - logits.max())
+    whole = Sampling(**cut | {"temperature": 1.0})
+    kept = np.flatnonzero(kept_probabilities(logits.astype(np.float64), whole))
+    found = _kept(weights, whole).tolist()
+    assert found == sorted(found)
+    # Where the share is reached, rounding may take one more or one less of those that are equal.
+    for token in set(kept.tolist()) ^ set(found):
+        assert logits[token] == logits[found].min() or logits[token] == logits[kept].min()
+    assert abs(len(kept) - len(found)) <= 1
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 99, 100, 500])
+def test_the_best_are_the_same_on_any_device(n: int) -> None:
+    """A CPU finds them in another way: by the least of them."""
+    values = np.random.default_rng(5).normal(0, 1, (6, 100)).round(1).astype(np.float32)
+    values += 0.0  # no minus zero: it sorts below zero
+    values[0] = 0.0
+    bits, ids = torch.from_numpy(values).view(torch.int32).long(), torch.arange(100)
+    expected = _keys(bits, ids).topk(min(n, 100), dim=-1).indices
+    assert _best(torch.from_numpy(values), n).tolist() == expected.tolist()
+    assert expected.tolist() == [
+        sorted(range(100), key=lambda i: (-row[i], i))[:n] for row in values.tolist()
+    ]
 
 
 def check_distribution(logits: list[float], sampling: Sampling) -> None:
