@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -48,6 +50,10 @@ log = logging.getLogger("onerow")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FLUSH = 1  # seconds for answers to leave after the last call has ended
 SAVE = 60  # seconds for the rows of sessions to be written
+# Seconds that a thread which wants the interpreter leaves it to another. After each step the engine
+# wants it from the event loop, which may have the events of 64 streams to send: Python's own 5 ms
+# would be longer than a step.
+SWITCH = 0.0005
 IDLE = 75  # seconds that a connection may wait for its next request; longer than clients keep it
 
 LoadEngine = Callable[[Settings], Engine]
@@ -107,6 +113,16 @@ def create_app(settings: Settings, load_engine: LoadEngine) -> FastAPI:
     return app
 
 
+def settled(load_engine: LoadEngine, settings: Settings) -> Engine:
+    """The engine. What is there by then stays, and the garbage collector need not look at it again:
+    that would stop everybody for a tenth of a second, now and then.
+    """
+    engine = load_engine(settings)
+    gc.collect()
+    gc.freeze()
+    return engine
+
+
 class Server(uvicorn.Server):
     """uvicorn with our own way to end.
 
@@ -160,10 +176,11 @@ class Server(uvicorn.Server):
 def serve(settings: Settings, load_engine: LoadEngine) -> int:
     """Serve until a signal or a failure; returns the exit code. Binds before it loads."""
     set_up(settings.log_level, settings.log_format)
+    sys.setswitchinterval(SWITCH)
     for name in unknown_variables():
         log.warning("%s is no setting", name)
     try:
-        app = create_app(settings, load_engine)
+        app = create_app(settings, partial(settled, load_engine))
         bound = bind(settings.host, settings.port)
     except KeyFileError as error:
         log.critical("cannot start: api_key_file: %s", error)

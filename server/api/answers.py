@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from server.api.calls import Call
+from server.api.sse import encode, event, quoted
 from server.engine.sequence import Delta, Finish, Token
 from server.engine.worker import Served
 from server.logs import Facts
@@ -25,6 +26,10 @@ class Answer:
         self._begun: set[int] = set()  # choices whose first delta has been given
         self._completion_tokens = [0] * len(call.requests)
         self._cached_tokens = [0] * len(call.requests)
+        stream = call.stream
+        numbered = call.logprobs or call.token_ids
+        self._plain = not (numbered or (stream and stream.continuous_usage_stats))
+        self._around: dict[int, list[str]] = {}  # by choice: its events before and after the text
         self._head = {
             "id": call.id,
             "object": "text_completion",
@@ -63,11 +68,23 @@ class Answer:
         usage, timings = self.usage(), self.timings()
         return encode({**self._head, "choices": choices, "usage": usage, "timings": timings})
 
-    def chunks(self, delta: Delta) -> list[Json]:
-        """The chunks of a stream that one delta makes: itself, and the usage after the last one."""
+    def events(self, delta: Delta) -> str:
+        """The events of a stream that one delta makes: itself, and the usage after the last one.
+        Most differ by their text alone, so that the rest is kept: this is once per token.
+        """
+        self._note(delta)
+        if not self._plain or delta.finish is not None:
+            return "".join(map(event, self._chunks(delta)))
+        around = self._around.get(delta.index)
+        if around is None:
+            (chunk,) = self._chunks(replace(delta, text=""))
+            around = self._around[delta.index] = event(chunk).split('"text":""')
+        before, after = around
+        return f'{before}"text":{quoted(delta.text)}{after}'
+
+    def _chunks(self, delta: Delta) -> list[Json]:
         stream = self.call.stream
         assert stream is not None
-        self._note(delta)
         chunk: Json = {**self._head, "choices": [self.choice(delta)]}
         if stream.continuous_usage_stats:
             chunk["usage"] = self.usage()
@@ -166,10 +183,6 @@ class Answer:
             "rows_computed": sum(t.rows_computed for t in timings),
             "rows_reused": sum(t.rows_reused for t in timings),
         }
-
-
-# ASCII only: some clients split a stream at U+0085 or U+2028, which JSON may leave as they are.
-encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def likelihood(delta: Delta) -> float:

@@ -58,11 +58,7 @@ async def cache(request: Request) -> CacheAnswer:
         bytes=(counts.running + counts.idle) * now.row_bytes,
         rows=counts,
         totals=None if service.keyed else totals,
-        sessions=[
-            SessionAnswer.of(record)
-            for (tenant, _), record in now.sessions.items()
-            if tenant == request.state.tenant
-        ],
+        sessions=[SessionAnswer.of(record) for record in now.sessions.of(request.state.tenant)],
     )
 
 

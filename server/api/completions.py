@@ -181,8 +181,7 @@ class Completion:
         try:
             while not self.answer.complete:
                 deltas = await self._take()
-                chunks = [chunk for delta in deltas for chunk in self.answer.chunks(delta)]
-                events = "".join(map(event, chunks)) or COMMENT
+                events = "".join(map(self.answer.events, deltas)) or COMMENT
                 if self.answer.complete:
                     self._count(self.answer.outcome)
                     events += DONE
@@ -213,17 +212,13 @@ class Completion:
 
     async def _take(self) -> list[Delta]:
         """What has come; nothing after a silence."""
-        left = self.deadline - time.perf_counter()
-        wait = min(self.silence, left)
         try:
-            async with asyncio.timeout(None if wait == math.inf else wait):
-                return await self.mailbox.take()
+            deltas = await self.mailbox.take(min(time.perf_counter() + self.silence, self.deadline))
         except CallFailed as failure:
             raise failed(failure) from None
-        except TimeoutError:
-            if wait == left:
-                raise took_too_long() from None
-            return []
+        if not deltas and time.perf_counter() >= self.deadline:
+            raise took_too_long()
+        return deltas
 
     def _count(self, outcome: str) -> None:
         if self.request.state.outcome is not None:

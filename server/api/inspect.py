@@ -10,13 +10,14 @@ from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from model.step import Inspection
-from server.api import answers
+from server.api.answers import Json
 from server.api.bodies import read_body
 from server.api.calls import check_ids, check_model, encode
 from server.api.errors import bad_request
 from server.api.openapi import ALWAYS, WITH_BODY, errors, takes
 from server.api.schemas import InspectAnswer, InspectBody
 from server.api.service import Service
+from server.api.sse import encode as encode_json
 from server.engine.worker import Engine, Served
 
 router = APIRouter(tags=["cache"])
@@ -79,8 +80,8 @@ async def _tokens(prompt: str | list[int], served: Served) -> list[int]:
     return ids or [served.tokenizer.end_of_text]
 
 
-def _content(head: answers.Json, seen: Inspection) -> str:
-    return answers.encode(
+def _content(head: Json, seen: Inspection) -> str:
+    return encode_json(
         {
             **head,
             "scores": _triangle(seen.scores),

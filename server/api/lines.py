@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from server.engine.sessions import SessionKey
+from server.engine.snapshot import SessionKey
 
 Leave = Callable[[], None]
 

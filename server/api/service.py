@@ -11,7 +11,7 @@ from server.api.errors import ApiError, try_later
 from server.api.keys import Keys
 from server.api.lines import Lines
 from server.api.register import Register
-from server.engine.sessions import SessionKey
+from server.engine.snapshot import SessionKey
 from server.engine.worker import Served, State, Worker
 from server.metrics import Metrics
 from server.settings import Settings

@@ -30,11 +30,8 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 @router.get("", summary="List sessions", responses=errors(*ALWAYS))
 async def sessions(request: Request) -> SessionList:
     """The caller's sessions, as of the last step of the engine."""
-    tenant = request.state.tenant
-    records = Service.of(request).worker.snapshot.sessions
-    return SessionList(
-        data=[SessionAnswer.of(record) for (owner, _), record in records.items() if owner == tenant]
-    )
+    records = Service.of(request).worker.snapshot.sessions.of(request.state.tenant)
+    return SessionList(data=[SessionAnswer.of(record) for record in records])
 
 
 @router.post(

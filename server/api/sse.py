@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers import encode
-
 DONE = "data: [DONE]\n\n"
 COMMENT = ": still here\n\n"
+
+# ASCII only: some clients split a stream at U+0085 or U+2028, which JSON may leave as they are.
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+quoted = json.encoder.encode_basestring_ascii  # what it makes of a string
 
 
 def event(data: object) -> str:

@@ -13,7 +13,7 @@ from model.rows import RowPool
 from model.step import Draw, Ids, Model, TokenScore, Work
 from model.tokenizer import Tokenizer
 from server.engine.rowmap import RowRun, row_runs
-from server.engine.scheduler import Scheduler, Share
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import (
     Delta,
     Event,
@@ -97,24 +97,26 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Compute one step and say what came of it. A model that raises fails the step's calls."""
-        shares = self.scheduler.schedule()
-        if not shares:
+        sequences = self.scheduler.schedule()
+        if not sequences:
             return []
         try:
-            draws = self.model.run([_work(share) for share in shares])
+            draws = self.model.run([_work(sequence) for sequence in sequences])
         except Exception:
-            log.exception("the model failed in a step of %d requests", len(shares))
-            ids = {share.sequence.request.id for share in shares}
+            log.exception("the model failed in a step of %d requests", len(sequences))
+            ids = {sequence.request.id for sequence in sequences}
             return [self._fail(id, "engine_error", "the model failed") for id in sorted(ids)]
         self._steps += 1
-        for share in shares:
-            self._computed += share.sequence.taken - share.start
-            self._recomputed += share.sequence.advance()
+        starts = [sequence.computed for sequence in sequences]
+        for sequence, start in zip(sequences, starts, strict=True):
+            self._computed += sequence.taken - start
+            self._recomputed += sequence.advance()
         events: list[Event] = []
-        for share, draw in zip(shares, draws, strict=True):
-            sequence = share.sequence
+        for sequence, start, draw in zip(sequences, starts, draws, strict=True):
             if sequence.request.id in self._calls:  # another choice of the call may have failed
-                events += self._enter(sequence, share.start, draw)
+                event = self._enter(sequence, start, draw)
+                if event is not None:
+                    events.append(event)
         self.commit()
         return events
 
@@ -126,16 +128,20 @@ class Engine:
     @property
     def patience(self) -> float | None:
         """Seconds that the engine may be left alone for while it has no work; None: for ever."""
-        return self.sessions.patience
+        return self.sessions.patience if self.sessions.counted else 0.0
 
     def rest(self) -> None:
-        """What is to be done when nothing else is: sessions expire."""
+        """What is to be done when nothing else is, a little of it at a time: sessions expire, and
+        their shared rows are counted.
+        """
         self.sessions.expire()
+        self.sessions.count_shared()
         self.commit()
 
     def session(self, tenant: str, name: str) -> SessionView | None:
         """A session of the tenant; None if there is none, or not any more."""
-        self.rest()
+        self.sessions.expire()
+        self.commit()
         return self.sessions.view(tenant, name)
 
     def create(self, tenant: str, name: str) -> SessionView | None:
@@ -234,29 +240,30 @@ class Engine:
             generated_tokens_total=self._generated,
             sessions_expired_total=self.sessions.expired,
             sessions_evicted_total=self.sessions.evicted,
-            sessions=self.sessions.records(shared=not self.has_work),
+            sessions=self.sessions.records(),
         )
 
-    def _enter(self, sequence: Sequence, start: int, draw: Draw) -> list[Event]:
+    def _enter(self, sequence: Sequence, start: int, draw: Draw) -> Event | None:
         """Enter what a step made of one sequence."""
         if draw.failed:
             message = "the model's numbers are not finite"
-            return [self._fail(sequence.request.id, "model_failed", message)]
-        known = len(sequence.prompt_scores)
-        sequence.prompt_scores += draw.prompt_scores[max(0, known - start) :]
-        if sequence.computed >= sequence.n_prompt and sequence.followers:
+            return self._fail(sequence.request.id, "model_failed", message)
+        if draw.prompt_scores:
+            known = len(sequence.prompt_scores)
+            sequence.prompt_scores += draw.prompt_scores[max(0, known - start) :]
+        if sequence.followers and sequence.computed >= sequence.n_prompt:
             for follower in sequence.followers:
                 follower.prompt_scores = sequence.prompt_scores  # the same, and complete
             self.scheduler.waiting.extendleft(reversed(sequence.followers))
             sequence.followers = []
         if sequence.missing:
-            return []
+            return None
         if draw.token is None:  # no token is wanted: the prompt was all
             sequence.first_token = time.perf_counter()
-            return [self._finish(sequence, FinishReason.LENGTH, self._echo(sequence))]
+            return self._finish(sequence, FinishReason.LENGTH, self._echo(sequence))
         return self._append(sequence, draw.token, draw.score)
 
-    def _append(self, sequence: Sequence, token: int, score: TokenScore | None) -> list[Event]:
+    def _append(self, sequence: Sequence, token: int, score: TokenScore | None) -> Delta | None:
         """Enter a drawn token: its text, and the end of the choice if it is one."""
         request, text = sequence.request, sequence.text
         shown = ""
@@ -271,12 +278,12 @@ class Engine:
         silent = not request.show_special if is_special else ends
         shown += text.push(b"" if silent else self.tokenizer.token_bytes[token])
         if ends or text.stopped:
-            return [self._finish(sequence, FinishReason.STOP, shown)]
+            return self._finish(sequence, FinishReason.STOP, shown)
         if sequence.n_generated == request.max_tokens:
-            return [self._finish(sequence, FinishReason.LENGTH, shown)]
+            return self._finish(sequence, FinishReason.LENGTH, shown)
         if not request.use_cache:
             self.scheduler.trim(sequence, 0)
-        return [self._delta(sequence, shown)] if shown else []
+        return self._delta(sequence, shown) if shown else None
 
     def _echo(self, sequence: Sequence) -> str:
         """The prompt's text, if it is part of the answer; its tokens are unsent from then on."""
@@ -355,11 +362,10 @@ class Engine:
                 self.scheduler.waiting.remove(sequence)
 
 
-def _work(share: Share) -> Work:
+def _work(sequence: Sequence) -> Work:
     """What the model is to do for one sequence in this step."""
-    sequence, start = share.sequence, share.start
-    request, end = sequence.request, sequence.taken
-    work = Work(sequence.tokens[:end], start, sequence.rows, sequence.n_prompt)
+    request, start, end = sequence.request, sequence.computed, sequence.taken
+    work = Work(sequence.head(end), start, sequence.rows, sequence.n_prompt)
     if end == sequence.n_tokens and request.max_tokens:
         work.sampling = request.sampling
         if sequence.n_generated < request.min_tokens:

@@ -10,20 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 from model.rows import RowPool
 from model.step import Ids
 from server.engine.sequence import Request, Sequence
-from server.engine.sessions import SessionKey, Sessions, common_prefix
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """In this step, `sequence` computes its tokens from `start` up to its rows' end."""
-
-    sequence: Sequence
-    start: int
+from server.engine.sessions import Sessions, common_prefix
+from server.engine.snapshot import SessionKey
 
 
 class Scheduler:
@@ -46,45 +38,51 @@ class Scheduler:
         self.pool, self.sessions = pool, sessions
         self.max_running, self.step_tokens = max_running, step_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # a set that keeps its order
         self.preemptions = 0
         self.rows_reused = 0
         self.prompt_tokens = 0
         self._turn = 0  # whose turn it is to get the odd token of a share
 
-    def schedule(self) -> list[Share]:
-        """Choose the step's work and take the rows for it."""
+    def schedule(self) -> list[Sequence]:
+        """Choose the step's work and take the rows for it: each sequence is to compute its tokens
+        from `computed` up to `taken`.
+        """
         before = self.preemptions
         decoding = [q for q in self.running if q.decoding]
-        self._free(min(len(decoding), self._available()))  # at once: an eviction is a search
-        shares = [share for q in decoding if (share := self._compute(q, 1))]
-        budget = self.step_tokens - len(shares)
+        n = min(len(decoding), self._available())
+        self._free(n)  # at once: an eviction is a search
+        if n == len(decoding):
+            for sequence, row in zip(decoding, self.pool.take(n).tolist(), strict=True):
+                sequence.extend_by(row)
+        else:
+            for sequence in decoding:
+                self._compute(sequence, 1)
         if self.preemptions == before:
             self._admit()
         others = [q for q in self.running if q.taken == q.computed]  # without a share so far
-        slices = deal(budget, [q.missing for q in others], self._turn)
-        self._turn += 1
-        for sequence, n in zip(others, slices, strict=True):
-            if n and (share := self._compute(sequence, n)):
-                shares.append(share)
-        # A request that was preempted after it had got its share has no rows any more.
-        return [share for share in shares if share.sequence.taken > share.start]
+        if others:
+            slices = deal(self.step_tokens - len(decoding), [q.missing for q in others], self._turn)
+            self._turn += 1
+            for sequence, share in zip(others, slices, strict=True):
+                if share:
+                    self._compute(sequence, share)
+        return [q for q in self.running if q.taken > q.computed]
 
-    def _compute(self, sequence: Sequence, n: int) -> Share | None:
-        """Take rows for the next `n` tokens, or as many as there are; None if there are none, or
-        the sequence was preempted for another a moment ago.
+    def _compute(self, sequence: Sequence, n: int) -> None:
+        """Take rows for the next `n` tokens, or as many as there are; for none if the sequence is
+        preempted, or was for another a moment ago.
 
         The newest running request gives up its rows first, so the oldest always proceeds.
         """
         if sequence not in self.running:
-            return None
+            return
         while self._available() == 0:
             victim = next(q for q in reversed(self.running) if q is sequence or self._frees(q))
             self._preempt(victim)
             if victim is sequence:
-                return None
+                return
         sequence.extend(self._take(min(n, self._available())))
-        return Share(sequence, sequence.computed)
 
     def _frees(self, sequence: Sequence) -> bool:
         """Whether preempting it would leave at least one row that nobody else pins."""
@@ -111,7 +109,7 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> Ids:
         """Take a sequence out of the running ones; the caller owns its rows from now on."""
-        self.running.remove(sequence)
+        del self.running[sequence]
         rows = sequence.trim(0)
         self.pool.unpin(rows)
         return rows
@@ -124,6 +122,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests, first come first served, while there is room for them."""
+        if not self.waiting or len(self.running) >= self.max_running:
+            return
         busy = {key for q in self.running if (key := session_key(q.request))}
         passed: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
@@ -149,7 +149,7 @@ class Scheduler:
         if self.running and self._available() < self._expected(sequence):
             self.trim(sequence, 0)
             return False
-        self.running.append(sequence)
+        self.running[sequence] = None
         if sequence.started is None:
             sequence.started = time.perf_counter()
             self.prompt_tokens += sequence.n_prompt

@@ -11,16 +11,15 @@ import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
 from model.rows import RowPool
 from model.step import Ids
-from server.engine.snapshot import SessionRecord
+from server.engine.snapshot import Records, SessionKey, SessionRecord
 from server.engine.store import Saved, Store
 
-SessionKey = tuple[str, str]  # tenant, name
+GLANCE = 128  # sessions whose shared rows are counted at a time, in well below a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,10 @@ class Sessions:
         self._named_with_rows: OrderedDict[int, Kept] = OrderedDict()  # by id()
         self._anonymous: OrderedDict[int, Kept] = OrderedDict()  # by id(); all have rows
         self._index: dict[str, PrefixIndex] = {}  # by tenant; never looked up across tenants
-        self._records: MappingProxyType[SessionKey, SessionRecord] = MappingProxyType({})
-        self._changed: dict[SessionKey, None] = {}  # sessions whose record is out of date, in order
-        self._sharing = 0  # the pool's count of changes to sharing when they were last looked at
+        self._records = Records()
+        self._changed: set[SessionKey] = set()  # sessions whose record is out of date
+        self._sharing = 0  # the pool's count of changes to sharing when the last count began
+        self._uncounted: list[Kept] = []  # those that are still to be counted
         for saved in store.sessions() if store else ():
             self._restore(saved)
 
@@ -185,7 +185,7 @@ class Sessions:
             return False
         self._trim(kept, 0)
         del self._named[tenant, name]
-        self._changed[tenant, name] = None
+        self._changed.add((tenant, name))
         if self.store:
             self.store.forget(tenant, name)
         return True
@@ -217,7 +217,7 @@ class Sessions:
         kept.rows = rows
         self.pool.unpin(rows)
         self._hold(kept)
-        self._changed[kept.tenant, kept.name or ""] = None
+        self._changed.add((kept.tenant, kept.name or ""))
 
     def evict(self, n: int) -> int:
         """Free `n` rows if idle sequences have them; returns how many were freed."""
@@ -228,25 +228,33 @@ class Sessions:
         self.rows_evicted += freed
         return freed
 
-    def records(self, *, shared: bool = True) -> MappingProxyType[SessionKey, SessionRecord]:
-        """A record per named session, frozen: it is replaced, not changed, when one changes.
-        Without `shared`, the numbers of shared rows may be old.
+    def records(self) -> Records:
+        """A record per named session. One is replaced, not changed, when its session changes. The
+        numbers of shared rows may be old, until there has been time to count them.
         """
-        if shared and self._sharing != self.pool.sharing_changes:
-            self._sharing = self.pool.sharing_changes
-            for kept in self._named_with_rows.values():
-                if kept.shared_rows != self.pool.shared_among(kept.rows):
-                    self._changed[kept.tenant, kept.name or ""] = None
         if self._changed:
-            records = self._records.copy()
-            for key in self._changed:
-                if key in self._named:
-                    records[key] = self._record(self._named[key])
-                else:
-                    records.pop(key, None)
-            self._records = MappingProxyType(records)
+            named = self._named
+            changes = {
+                key: self._record(named[key]) if key in named else None for key in self._changed
+            }
+            self._records = self._records.changed(changes)
             self._changed.clear()
         return self._records
+
+    @property
+    def counted(self) -> bool:
+        """Whether the numbers of shared rows are those of now."""
+        return not self._uncounted and self._sharing == self.pool.sharing_changes
+
+    def count_shared(self) -> None:
+        """Count the shared rows of some sessions: what others do changes them, too."""
+        if self._sharing != self.pool.sharing_changes:
+            self._sharing = self.pool.sharing_changes
+            self._uncounted = list(self._named_with_rows.values())
+        for kept in self._uncounted[-GLANCE:]:
+            if kept.shared_rows != self.pool.shared_among(kept.rows):
+                self._changed.add((kept.tenant, kept.name or ""))
+        del self._uncounted[-GLANCE:]
 
     def _record(self, kept: Kept) -> SessionRecord:
         kept.shared_rows = self.pool.shared_among(kept.rows)
@@ -297,7 +305,7 @@ class Sessions:
         if not len(index):
             del self._index[kept.tenant]
         if kept.name is not None:
-            self._changed[kept.tenant, kept.name] = None
+            self._changed.add((kept.tenant, kept.name))
         return self.pool.give_back(dropped)
 
     def _create(self, tenant: str, name: str) -> Kept:
@@ -315,14 +323,14 @@ class Sessions:
         kept.tokens, kept.turn_ends = saved.tokens, list(saved.turn_ends)
         kept.n_turns, kept.reused = saved.n_turns, saved.reused
         kept.created, kept.last_used = saved.created, saved.last_used
-        self._changed[saved.tenant, saved.name] = None
+        self._changed.add((saved.tenant, saved.name))
 
     def _use(self, kept: Kept) -> None:
         """A session has been used and changed by its owner."""
         key = (kept.tenant, kept.name or "")
         kept.last_used = time.time()
         self._named.move_to_end(key)
-        self._changed[key] = None
+        self._changed.add(key)
         self._touch(kept)
         if self.store:
             self.store.save(

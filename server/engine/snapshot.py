@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+SessionKey = tuple[str, str]  # tenant, name
+
+PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +28,43 @@ class SessionRecord:
     expires: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Records(Mapping[SessionKey, SessionRecord]):
+    """A record per named session, frozen. The next one shares with it all parts in which nothing
+    has changed: what a change costs hardly depends on how many sessions there are.
+    """
+
+    def __init__(self, parts: tuple[dict[SessionKey, SessionRecord], ...] = ({},) * PARTS) -> None:
+        self._parts = parts
+
+    def changed(self, changes: Mapping[SessionKey, SessionRecord | None]) -> Records:
+        """These records with some in place of others; None for those that are no more."""
+        parts = list(self._parts)
+        for i in {hash(key) % PARTS for key in changes}:
+            parts[i] = parts[i].copy()
+        for key, record in changes.items():
+            part = parts[hash(key) % PARTS]
+            if record is None:
+                part.pop(key, None)
+            else:
+                part[key] = record
+        return Records(tuple(parts))
+
+    def __getitem__(self, key: SessionKey) -> SessionRecord:
+        return self._parts[hash(key) % PARTS][key]
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return chain.from_iterable(self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def of(self, tenant: str) -> list[SessionRecord]:
+        """The tenant's own, the oldest first."""
+        own = (record for (owner, _), record in self.items() if owner == tenant)
+        return sorted(own, key=lambda record: (record.created, record.name))
+
+
+class Snapshot(NamedTuple):
     """Gauges are as of the step; everything named `*_total` has counted since the start."""
 
     # rows: total = free + running + idle; shared (held by two sequences or more) is an overlay
@@ -48,4 +89,4 @@ class Snapshot:
     prompt_tokens_total: int = 0  # of requests that began, hits among them
     generated_tokens_total: int = 0
 
-    sessions: Mapping[tuple[str, str], SessionRecord] = field(default_factory=dict)  # by SessionKey
+    sessions: Records = Records()

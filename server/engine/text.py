@@ -21,8 +21,9 @@ class TextStream:
         self._decoder = utf8_decoder()
         self._held = ""  # decoded, but not shown yet
         self._shown = 0
+        # Where there are stop strings, to encode anew what one of them cuts:
         self._ends: list[int | None] = []  # text after each token; None: inside a character
-        self._decoded = ""  # all generated text, to encode anew what a stop string cut
+        self._decoded = ""  # all generated text
 
     @property
     def offset(self) -> int:
@@ -37,7 +38,11 @@ class TextStream:
 
     def push(self, piece: bytes) -> str:
         """Add the bytes of a generated token; returns the text that may be shown now."""
-        shown = self._add(self._decoder.decode(piece))
+        text = self._decoder.decode(piece)
+        if not self.stop:
+            self._shown += len(text)
+            return text
+        shown = self._add(text)
         inside = bool(self._decoder.getstate()[0])
         self._ends.append(None if inside else self._start + len(self._decoded))
         return shown

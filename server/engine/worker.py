@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import chain
@@ -31,7 +32,7 @@ T = TypeVar("T")
 OnStep = Callable[[float, int], None]  # how long a step took, and the tokens computed in it
 
 SLOW = 16  # deltas per choice that may wait for their reader before they are joined
-TOTALS = [field.name for field in fields(Snapshot) if field.name.endswith("_total")]
+TOTALS = [name for name in Snapshot._fields if name.endswith("_total")]
 
 
 class Engine(Protocol):
@@ -150,12 +151,18 @@ class Mailbox:
         self._open = choices
         self._waiting: list[Delta] = []
         self._failure: Failure | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # it waits
+        self._until = math.inf  # for so long, on the clock of time.perf_counter
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
         """Deltas that may be taken."""
         return len(self._waiting)
+
+    @property
+    def _ready(self) -> bool:
+        return self.ended or bool(self._waiting and not self._patient)
 
     @property
     def ended(self) -> bool:
@@ -170,20 +177,47 @@ class Mailbox:
             self._open -= event.finish is not None
             if self.first_token is None and event.completion_tokens:
                 self.first_token = time.perf_counter()
-        if self.ended or not self._patient:
-            self._ready.set()
+        if self._ready:
+            self._wake()
 
-    async def take(self) -> list[Delta]:
-        """All deltas that wait, at least one. Raises CallFailed when the call has failed; what came
-        before is still given to a reader who takes it piece by piece.
+    async def take(self, until: float = math.inf) -> list[Delta]:
+        """All deltas that wait; none if there are none by then, on the clock of time.perf_counter.
+        Raises CallFailed when the call has failed; what came before is still given to a reader who
+        takes it piece by piece.
         """
-        await self._ready.wait()
+        if not self._ready:
+            await self._wait(until)
+        if not self._ready:
+            return []
         deltas, self._waiting = self._waiting, []
-        if self._failure is None:
-            self._ready.clear()
-        elif self._patient or not deltas:
+        if self._failure is not None and (self._patient or not deltas):
             raise CallFailed(self._failure)
         return joined(deltas) if len(deltas) > self._limit else deltas
+
+    async def _wait(self, until: float) -> None:
+        self._until = until
+        self._reader = asyncio.get_running_loop().create_future()
+        if self._alarm is None:
+            self._set_alarm()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _set_alarm(self) -> None:
+        """One alarm is enough for many tokens: when it goes off too early, it is set again. The
+        times until which a reader waits do not go back.
+        """
+        self._alarm = None
+        left = self._until - time.perf_counter()
+        if left <= 0:
+            self._wake()
+        elif left < math.inf:
+            self._alarm = asyncio.get_running_loop().call_later(left, self._set_alarm)
 
 
 class Worker:
@@ -354,7 +388,8 @@ class Worker:
 
     def _publish(self, engine: Engine, before: Snapshot) -> None:
         now = engine.snapshot()
-        self.snapshot = replace(now, **{t: getattr(now, t) - getattr(before, t) for t in TOTALS})
+        since = {name: getattr(now, name) - getattr(before, name) for name in TOTALS}
+        self.snapshot = now._replace(**since)
 
     def _post(self, method: Callable[..., None], *args: object) -> None:
         try:

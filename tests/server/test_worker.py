@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -71,7 +72,7 @@ def test_b133_ready_after_a_test_generation_that_leaves_no_trace() -> None:
             await until(lambda: worker.snapshot.rows)
             now = worker.snapshot
             assert (now.rows_free, now.rows_idle, now.running) == (now.rows, 0, 0)
-            totals = {n: getattr(now, n) for n in now.__slots__ if n.endswith("_total")}
+            totals = {n: getattr(now, n) for n in now._fields if n.endswith("_total")}
             assert set(totals.values()) == {0}
             await read(worker.submit(call("a")))
             assert worker.snapshot.prompt_tokens_total == 2
@@ -305,6 +306,43 @@ def test_b038_deltas_of_a_slow_reader_are_joined() -> None:
             (0, "x" * 2 * SLOW, 2 * SLOW),
             (1, "y" * 2 * SLOW, 2 * SLOW),
         ]
+
+    asyncio.run(main())
+
+
+def test_a_reader_waits_for_so_long_and_no_longer() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(1, patient=False)
+        start = time.perf_counter()
+        assert await mailbox.take(start) == []
+        assert await mailbox.take(start + 0.05) == []
+        assert time.perf_counter() >= start + 0.05
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, mailbox.put, delta(0, "x", 1))
+        (found,) = await mailbox.take(start + 20)
+        assert found.text == "x"
+        assert time.perf_counter() < start + 10
+
+    asyncio.run(main())
+
+
+def test_one_alarm_is_set_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        mailbox = Mailbox(1, patient=False)
+        loop = asyncio.get_running_loop()
+        real, alarms = loop.call_later, 0
+
+        def counted(*args: object, **keywords: object) -> asyncio.TimerHandle:
+            nonlocal alarms
+            alarms += 1
+            return real(*args, **keywords)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(loop, "call_later", counted)
+        for n in range(100):
+            loop.call_soon(mailbox.put, delta(0, "x", n + 1))
+            assert await mailbox.take(time.perf_counter() + 20)
+        assert alarms == 1
+        monkeypatch.undo()
 
     asyncio.run(main())
 

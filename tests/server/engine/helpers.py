@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypedDict, Unpack, cast
@@ -284,7 +284,7 @@ def count(pool: RowPool, arrays: Iterable[Ids]) -> Counts:
 def check_snapshot(
     s: Snapshot,
     pool: RowPool,
-    running: list[Sequence],
+    running: Collection[Sequence],
     references: Counts,
     pins: Counts,
 ) -> None:

@@ -12,6 +12,7 @@ from model.rows import RowPool
 from server.engine.scheduler import Scheduler, deal
 from server.engine.sequence import Request, Sequence
 from server.engine.sessions import Sessions
+from server.settings import Settings
 from tests.server.engine.helpers import (
     Client,
     alone,
@@ -86,6 +87,23 @@ def test_a_short_prompt_does_not_wait_for_long_ones(use_cache: bool) -> None:
     client.run()
 
 
+@pytest.mark.parametrize(("n", "steps"), [(1, 1), (40, 1), (100, 2)])
+def test_a_short_prompt_is_answered_within_two_steps(n: int, steps: int) -> None:
+    """Of the budget that is the default, beside four prompts of 1,000 tokens in work."""
+    budget = Settings.model_fields["step_tokens"].default
+    engine, model = fake_engine(n_rows=5_000, n_ctx=1_024, step_tokens=budget, says=TALKS)
+    client = Client(engine)
+    long = [client.submit(request(f"{i}" * 1_000, 8))[0] for i in range(4)]
+    client.step()
+    (short,) = client.submit(request("s" * n, 3))
+    for _ in range(steps):
+        assert not short.tokens
+        client.step()
+    assert len(short.tokens) == 1
+    assert not any(answer.tokens for answer in long)
+    assert max(map(sum, model.spans)) <= budget
+
+
 def test_long_prompts_of_one_length_advance_together() -> None:
     engine, model = fake_engine(n_ctx=128, max_running=8, step_tokens=50)
     client = Client(engine)
@@ -154,7 +172,7 @@ def test_growth_preempts_the_newest_and_it_comes_back_once() -> None:
     old, middle, new = engine.scheduler.running
     while not engine.scheduler.preemptions:
         client.step()
-    assert engine.scheduler.running == [old, middle]
+    assert list(engine.scheduler.running) == [old, middle]
     assert list(engine.scheduler.waiting) == [new]
     client.run()
     # All three could not run to their limits side by side, the first two neither.

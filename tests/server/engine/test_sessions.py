@@ -185,7 +185,7 @@ def test_the_least_recently_used_session_makes_room_for_a_new_one() -> None:
     shelf.put("2", "second")
     shelf.put("1", "first")
     shelf.put("3", "third")
-    assert [name for _, name in shelf.sessions.records()] == ["first", "third"]
+    assert [record.name for record in shelf.sessions.records().of("")] == ["first", "third"]
     assert shelf.pool.idle == 2
 
 
