@@ -4,7 +4,8 @@
 // One decoded token reads every weight once, so the speed of a step is the speed of memory: weights
 // lie in the order in which they are read, and a batch reads them once. Sums are float32, and every
 // one of them runs in one order, so that a token's numbers do not depend on its neighbours in the
-// batch.
+// batch. (They do depend, in the last bits, on whether it is its sequence's only one in the step: a
+// single query is attended in another way than several.)
 //
 // This file is compiled once per instruction set; the compiler makes its vectors from WIDTH floats.
 
@@ -39,6 +40,8 @@
 #define FEW     24              // tokens that read a panel from one end to the other
 #define STRIDE  4               // inputs of a layer come in multiples of it
 #define KEYS    64              // keys of a block of attention
+#define ROWS    4               // rows whose values are added to an output at once
+#define AHEAD   4               // rows that are asked for before their turn
 #define QUERIES 128             // queries of a block of attention
 #define SPINS   2000            // looks at a phase before a thread lets others run
 #define INLINE  static inline __attribute__((always_inline))
@@ -51,6 +54,9 @@
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+typedef float Four __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 enum type { FLOAT32, BFLOAT16, INT8 };
 static const int SIZES[] = {4, 2, 1};
@@ -98,8 +104,8 @@ struct pool {
 };
 
 // The threads of a pass share the chunks of one phase after another: whoever is free takes the next
-// chunk, and a phase is over when its chunks are done. So nobody waits for a thread that the system
-// has put aside, unless it holds a chunk.
+// chunk, and a phase is over when its chunks are done. So nobody waits, until the end of the pass,
+// for a thread that the system has put aside, unless it holds a chunk.
 struct phase {
     _Alignas(64) atomic_int taken;
     atomic_int done;
@@ -154,6 +160,25 @@ INLINE uint16_t to_bfloat16(float x) {
 INLINE float number(const char *row, int type, long i) {
     return type == BFLOAT16 ? as_float((uint32_t)((const uint16_t *)row)[i] << 16)
                             : ((const float *)row)[i];
+}
+
+// WIDTH numbers from the i-th on.
+INLINE Floats numbers(const char *row, int type, long i) {
+    if (type == BFLOAT16)
+        return (Floats)(__builtin_convertvector(*(const Halves *)(row + i * 2), Words) << 16);
+    return *(const Floats *)(row + i * 4);
+}
+
+INLINE float total(Floats x) {
+    Four sum = __builtin_shufflevector(x, x, 0, 1, 2, 3);
+#if WIDTH >= 8
+    sum += __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#endif
+#if WIDTH == 16
+    sum += __builtin_shufflevector(x, x, 8, 9, 10, 11);
+    sum += __builtin_shufflevector(x, x, 12, 13, 14, 15);
+#endif
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // e^x by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
@@ -266,6 +291,11 @@ INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w
     }
 }
 
+static void add_lanes(float *y, const float *sums, int n) {
+    for (int i = 0; i < n; i++)
+        y[i] += sums[i];
+}
+
 // y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored.
 INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel,
                     int k, float *y, long ldy, int n) {
@@ -278,8 +308,7 @@ INLINE void product(int m, int p, int type, const float *x, long ldx, const char
             for (int j = 0; j < p * VECTORS; j++)
                 *(Floats *)(y + i * ldy + j * WIDTH) += sums[i][j];
         } else {
-            for (int j = 0; j < n; j++)
-                y[i * ldy + j] += ((const float *)sums[i])[j];
+            add_lanes(y + i * ldy, (const float *)sums[i], n);
         }
 }
 
@@ -338,8 +367,8 @@ MULTIPLY(multiply_int8, INT8)
 
 // sums (n_tokens, lds) += x W^T for `n` outputs of a layer from `first` on, block by block of its
 // inputs, so that all tokens read a block of weights while it is near.
-static void group(const struct linear *l, const float *x, long ldx, int n_tokens, int first, int n,
-                  float *sums, long lds) {
+static void add_outputs(const struct linear *l, const float *x, long ldx, int n_tokens, int first,
+                        int n, float *sums, long lds) {
     long panel = panel_bytes(l);
     for (int from = 0; from < l->k; from += BLOCK) {
         int k = l->k - from < BLOCK ? l->k - from : BLOCK;
@@ -355,25 +384,25 @@ static void group(const struct linear *l, const float *x, long ldx, int n_tokens
 
 // y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias. A phase.
 static void linear(struct member *me, const struct linear *l, const float *x, long ldx,
-                   int n_tokens, float *y, long ldy, int add, int activation) {
+                   int n_tokens, float *y, long ldy, int onto, int activation) {
     enum { WIDE = GROUP * LANES };
     float sums[TOKENS * WIDE];
     FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
         int first = chunk * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
         for (int begin = 0; begin < n_tokens; begin += TOKENS) {
             int m = n_tokens - begin < TOKENS ? n_tokens - begin : TOKENS;
-            int step = m > 3 && m <= FEW ? LANES : WIDE;
+            int step = PANELS(m) == 1 && m <= FEW ? LANES : WIDE;
             memset(sums, 0, m * WIDE * sizeof *sums);
             for (int at = 0; at < n; at += step)
-                group(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at,
-                      sums + at, WIDE);
+                add_outputs(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at,
+                            sums + at, WIDE);
             for (int t = 0; t < m; t++) {
                 float *sum = sums + t * WIDE, *to = y + (begin + t) * ldy + first;
                 for (int j = 0; l->scale && j < n; j++)
                     sum[j] *= l->scale[first + j];
                 for (int j = 0; l->bias && j < n; j++)
                     sum[j] += l->bias[first + j];
-                for (int j = 0; add && j < n; j++)
+                for (int j = 0; onto && j < n; j++)
                     sum[j] += to[j];
                 activate_all(sum, n, activation);
                 memcpy(to, sum, n * sizeof *to);
@@ -444,37 +473,89 @@ INLINE float largest(const float *scores, int n, float most) {
     return most;
 }
 
+// q . k over `d` numbers.
+INLINE float dot(const float *q, const char *keys, int type, long key, int d) {
+    Floats sums = {0};
+    float rest = 0.0f;
+    int i = 0;
+    for (; i + WIDTH <= d; i += WIDTH)
+        sums += *(const Floats *)(q + i) * numbers(keys, type, key + i);
+    for (; i < d; i++)
+        rest += q[i] * number(keys, type, key + i);
+    return total(sums) + rest;
+}
+
+// out += weights[0] v + ... + weights[n - 1] v, in this order, over `d` numbers of the values at
+// `places`.
+INLINE void add_values(int n, const float *weights, const char *values, int type,
+                       const long *places, int d, float *out) {
+    int i = 0;
+    for (; i + WIDTH <= d; i += WIDTH) {
+        Floats sum = *(const Floats *)(out + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < n; r++)
+            sum += weights[r] * numbers(values, type, places[r] + i);
+        *(Floats *)(out + i) = sum;
+    }
+    for (; i < d; i++)
+        for (int r = 0; r < n; r++)
+            out[i] += weights[r] * number(values, type, places[r] + i);
+}
+
+// Asks for a part of a row before it is needed: rows may lie anywhere, where no processor guesses.
+INLINE void fetch(const char *row, int type, long place, int n) {
+    for (long at = 0; at < (long)n * SIZES[type]; at += 64)
+        __builtin_prefetch(row + place * SIZES[type] + at);
+}
+
 // One query of the heads that read key heads `first` to `last`, over all `n` rows: a row is read
 // once for all of them, from one end to the other. `scores` (heads, n) is scratch.
 INLINE void attend_one(const struct pool *p, int type, const float *q, const int32_t *rows, int n,
                        int first, int last, float *scores, float *out) {
-    int d = p->d_head, shared = p->n_head / p->n_kv_head;
-    long width = (long)p->n_kv_head * d;
+    int d = p->d_head, shared = p->n_head / p->n_kv_head, begin = first * shared;
+    int heads = (last - first) * shared;
+    long width = (long)p->n_kv_head * d, place = (long)first * d;
     float rate = 1.0f / sqrtf(d);
-    for (int r = 0; r < n; r++)
-        for (int h = first * shared; h < last * shared; h++) {
-            long key = rows[r] * width + h / shared * d;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int i = 0; i < d; i++)
-                sum += q[h * d + i] * number(p->keys, type, key + i);
-            scores[(long)(h - first * shared) * n + r] = sum * rate;
+    q += begin * d;
+    out += begin * d;
+    for (int r = 0; r < n; r++) {
+        if (r + AHEAD < n)
+            fetch(p->keys, type, rows[r + AHEAD] * width + place, (last - first) * d);
+        for (int h = 0, turn = 0, key = 0; h < heads; h++) {
+            scores[(long)h * n + r] =
+                rate * dot(q + h * d, p->keys, type, rows[r] * width + place + key * d, d);
+            if (++turn == shared)
+                turn = 0, key++;
         }
-    for (int h = first * shared; h < last * shared; h++) {
-        float *s = scores + (long)(h - first * shared) * n;
+    }
+    for (int h = 0; h < heads; h++) {
+        float *s = scores + (long)h * n;
         float sum = weigh(s, n, largest(s, n, s[0]));
         for (int r = 0; r < n; r++)
             s[r] /= sum;
-        memset(out + h * d, 0, d * sizeof *out);
     }
-    for (int r = 0; r < n; r++)
-        for (int h = first * shared; h < last * shared; h++) {
-            long value = rows[r] * width + h / shared * d;
-            float weight = scores[(long)(h - first * shared) * n + r];
-#pragma omp simd
-            for (int i = 0; i < d; i++)
-                out[h * d + i] += weight * number(p->values, type, value + i);
+    memset(out, 0, (long)heads * d * sizeof *out);
+    for (int r = 0; r < n; r += ROWS) {
+        int m = n - r < ROWS ? n - r : ROWS;
+        long places[ROWS];
+        for (int i = 0; i < m; i++) {
+            places[i] = rows[r + i] * width + place;
+            if (r + i + AHEAD < n)
+                fetch(p->values, type, rows[r + i + AHEAD] * width + place, (last - first) * d);
         }
+        for (int h = 0, turn = 0; h < heads; h++) {
+            const float *weights = scores + (long)h * n + r;
+            if (m == ROWS)
+                add_values(ROWS, weights, p->values, type, places, d, out + h * d);
+            else
+                add_values(m, weights, p->values, type, places, d, out + h * d);
+            if (++turn == shared) {
+                turn = 0;
+                for (int i = 0; i < m; i++)
+                    places[i] += d;
+            }
+        }
+    }
 }
 
 // Many queries of the heads that share one key head, over the n_keys rows that the last of them
@@ -504,12 +585,14 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
         int n = n_keys - begin < KEYS ? n_keys - begin : KEYS;
         for (int r = 0; r < n; r++) {
             long row = rows[begin + r] * width + head * d;
-            for (int i = 0; i < d; i++) {
+            for (int i = 0; i < d; i++)
                 keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
                     number(p->keys, type, row + i);
-                values[(long)(i / LANES * KEYS + r) * LANES + i % LANES] =
-                    number(p->values, type, row + i);
-            }
+            for (int i = 0; i < d; i += LANES)
+#pragma omp simd
+                for (int j = i; j < (i + LANES < d ? i + LANES : d); j++)
+                    values[(long)(i / LANES * KEYS + r) * LANES + j - i] =
+                        number(p->values, type, row + j);
         }
         memset(scores, 0, (long)lines * KEYS * sizeof *scores);
         multiply_float32(queries, padded, lines, (const char *)keys, padded * LANES * 4L, padded,
@@ -522,6 +605,7 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
                 float now = largest(s, seen, most[i]), kept = exponential(most[i] - now);
                 total[i] = total[i] * kept + weigh(s, seen, now);
                 most[i] = now;
+#pragma omp simd
                 for (int j = 0; j < d; j++)
                     sums[(long)i * d + j] *= kept;
             }
@@ -568,8 +652,8 @@ INLINE void attend_heads(const struct pool *p, int type, const float *q, long ld
 }
 
 // Writes keys and values of tokens into their rows, as far as key heads `first` to `last` go.
-INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const float *k,
-                  const float *v, long ldk, int first, int last) {
+INLINE void write_rows(const struct pool *p, const int32_t *rows, int n_tokens, const float *k,
+                       const float *v, long ldk, int first, int last) {
     long width = (long)p->n_kv_head * p->d_head;
     for (int t = 0; t < n_tokens; t++)
         for (int i = first * p->d_head; i < last * p->d_head; i++) {
@@ -589,14 +673,14 @@ INLINE void write(const struct pool *p, const int32_t *rows, int n_tokens, const
 // sequence reads what another one writes in the same step, nor a head what another head writes.
 static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q,
                    long ldq, const float *k, const float *v, long ldk, int parts, float *out) {
-    parts = parts < p->n_kv_head ? parts : p->n_kv_head;
+    parts = b->n_sequences >= 2 * parts ? 1 : parts < p->n_kv_head ? parts : p->n_kv_head;
     FOR_CHUNKS(me, chunk, b->n_sequences * parts) {
         int s = chunk / parts, part = chunk % parts;
         int first = p->n_kv_head * part / parts, last = p->n_kv_head * (part + 1) / parts;
         long from = b->queries[s];
         int n_queries = b->queries[s + 1] - from, n_keys = b->keys[s + 1] - b->keys[s];
         const int32_t *rows = b->rows + b->keys[s];
-        write(p, b->write + from, n_queries, k + from * ldk, v + from * ldk, ldk, first, last);
+        write_rows(p, b->write + from, n_queries, k + from * ldk, v + from * ldk, ldk, first, last);
         float *to = out + from * p->n_head * p->d_head;
         if (p->type == BFLOAT16)
             attend_heads(p, BFLOAT16, q + from * ldq, ldq, n_queries, rows, n_keys, first, last,

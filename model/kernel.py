@@ -144,17 +144,21 @@ def _load(path: Path) -> ctypes.CDLL | None:
 
 def linear(layer: Linear, x: Tensor) -> Tensor:
     """x `(T, k)` -> `(T, n)`."""
-    y = torch.empty(len(x), layer.n)
+    x, y = x.contiguous(), torch.empty(len(x), layer.n)
     _here().onerow_linear(
-        *(ctypes.byref(layer), x.contiguous().data_ptr(), len(x)),
+        *(ctypes.byref(layer), x.data_ptr(), len(x)),
         *(y.data_ptr(), torch.get_num_threads()),
     )
     return y
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pool_layer: Tensor, plan: Plan) -> Tensor:
-    """`model.attention.attend`, reading rows where they lie."""
+    """`model.attention.attend`, reading rows where they lie: what `Pass` does between two layers,
+    by itself.
+    """
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
+    if k.stride(0) != v.stride(0):
+        k, v = k.contiguous(), v.contiguous()
     lib, threads = _here(), torch.get_num_threads()
     pool, batch = _pool(pool_layer, q.shape[1]), _batch(plan)
     scratch = torch.empty(lib.onerow_attend_scratch(ctypes.byref(pool), batch.n_keys, threads))
@@ -205,6 +209,8 @@ def _pool(layer: Tensor, n_head: int) -> _Pool:
 
 
 def _batch(plan: Plan, tokens: Tensor | None = None, positions: Tensor | None = None) -> _Batch:
+    if not plan.write.dtype == plan.rows.dtype == torch.int32:
+        raise TypeError("row numbers are int32")
     return _Batch(
         None if tokens is None else tokens.data_ptr(),
         None if positions is None else positions.data_ptr(),

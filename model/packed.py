@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,13 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
         n, k = weight.shape
+        if k % kernel.STRIDE:
+            raise ValueError(f"{k} inputs are no multiple of {kernel.STRIDE}")
         together = 2 if weight.dtype is torch.bfloat16 else 1  # inputs
         panels = -(-n // kernel.LANES)
         self.panels = _spacious((panels, k // together, kernel.LANES, together), weight.dtype)
         whole = F.pad(weight.detach(), (0, 0, 0, -n % kernel.LANES))
-        self.panels.copy_(whole.view(panels, kernel.LANES, -1, together).transpose(1, 2))
+        self.panels.copy_(whole.reshape(panels, kernel.LANES, -1, together).transpose(1, 2))
         self.scale = scale
         self.bias = None if bias is None else bias.detach().float()
         self.layer = kernel.Linear(
@@ -100,8 +103,11 @@ def _spacious(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     and the table of small pages does not fit the processor.
     """
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has a switch of its own
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=private)
+    with suppress(OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
