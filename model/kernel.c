@@ -41,8 +41,9 @@
 #define STRIDE  4               // inputs of a layer come in multiples of it
 #define KEYS    64              // keys of a block of attention
 #define ROWS    4               // rows whose values are added to an output at once
-#define AHEAD   4               // rows that are asked for before their turn
-#define QUERIES 128             // queries of a block of attention
+#define AHEAD   4               // rows that are asked for before their turn, whole
+#define FAR     16              // and where a head's part of each is copied
+#define QUERIES 256             // queries of a block of attention
 #define SPINS   2000            // looks at a phase before a thread lets others run
 #define INLINE  static inline __attribute__((always_inline))
 
@@ -585,6 +586,11 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
         int n = n_keys - begin < KEYS ? n_keys - begin : KEYS;
         for (int r = 0; r < n; r++) {
             long row = rows[begin + r] * width + head * d;
+            if (begin + r + FAR < n_keys) {
+                long next = rows[begin + r + FAR] * width + head * d;
+                fetch(p->keys, type, next, d);
+                fetch(p->values, type, next, d);
+            }
             for (int i = 0; i < d; i++)
                 keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
                     number(p->keys, type, row + i);
@@ -632,7 +638,7 @@ static long attend_scratch(const struct pool *p, long n_keys) {
     long one = p->n_head * n_keys, lines = block_queries(p) * p->n_head / p->n_kv_head;
     long many =
         KEYS * (2L * p->d_head + STRIDE + LANES) + lines * (2L * p->d_head + STRIDE + KEYS + 2);
-    return (one > many ? one : many) + LANES;
+    return (one > many ? one : many) + LANES; // no two threads write to one cache line
 }
 
 INLINE void attend_heads(const struct pool *p, int type, const float *q, long ldq, int n_queries,
@@ -670,7 +676,8 @@ INLINE void write_rows(const struct pool *p, const int32_t *rows, int n_tokens, 
 
 // Writes the keys and values of the step and lets each query look at the rows of its sequence up to
 // its own. q (n_tokens, ldq), k and v (n_tokens, ldk), out (n_tokens, n_head * d_head). A phase: no
-// sequence reads what another one writes in the same step, nor a head what another head writes.
+// sequence reads what another one writes in the same step, nor a head what another head writes, so
+// a chunk is a sequence, or some key heads of one where there are few sequences.
 static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q,
                    long ldq, const float *k, const float *v, long ldk, int parts, float *out) {
     parts = b->n_sequences >= 2 * parts ? 1 : parts < p->n_kv_head ? parts : p->n_kv_head;

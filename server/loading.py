@@ -92,6 +92,7 @@ def load_engine(settings: Settings) -> Engine:
         root=str(path),
         device=str(place.device),
         dtype=place.dtype,
+        rows_dtype=str(place.numbers.rows).removeprefix("torch."),
     )
 
 

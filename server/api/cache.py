@@ -54,6 +54,7 @@ async def cache(request: Request) -> CacheAnswer:
     return CacheAnswer(
         device=served.device,
         dtype=served.dtype,
+        rows_dtype=served.rows_dtype,
         row_bytes=now.row_bytes,
         bytes=(counts.running + counts.idle) * now.row_bytes,
         rows=counts,

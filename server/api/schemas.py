@@ -506,7 +506,8 @@ class RowsAnswer(BaseModel):
 
 class CacheAnswer(BaseModel):
     device: str
-    dtype: str = Field(description="type of the numbers in the rows")
+    dtype: str = Field(description="type of the numbers in the weights")
+    rows_dtype: str = Field(description="type of the numbers in the rows")
     row_bytes: int
     bytes: int = Field(description="bytes of the rows that are not free")
     rows: RowCounts

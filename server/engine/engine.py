@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Serves requests with a model and a pool of rows, one step at a time.
 
-    `name`, `root`, `device` and `dtype` are words for those who ask. A request is checked by its
-    sender: ids below `model.n_vocab`, at least one prompt token, prompt and answer within
-    `model.n_ctx`.
+    `name`, `root`, `device`, `dtype` and `rows_dtype` are words for those who ask. A request is
+    checked by its sender: ids below `model.n_vocab`, at least one prompt token, prompt and answer
+    within `model.n_ctx`.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class Engine:
         root: str = "",
         device: str = "cpu",
         dtype: str = "float32",
+        rows_dtype: str = "float32",
     ) -> None:
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
-        self.name, self.root, self.device, self.dtype = name, root, device, dtype
+        self.name, self.root, self.device = name, root, device
+        self.dtype, self.rows_dtype = dtype, rows_dtype
         self.sessions = Sessions(pool, max_sessions, session_ttl, store)
         self.scheduler = Scheduler(
             pool,

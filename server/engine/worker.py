@@ -51,6 +51,8 @@ class Engine(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def rows_dtype(self) -> str: ...
+    @property
     def has_work(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, call: str, /) -> bool: ...
@@ -103,6 +105,7 @@ class Served:
     tokenizer: Tokenizer
     device: str
     dtype: str
+    rows_dtype: str
 
     @cached_property
     def token_names(self) -> list[str]:
@@ -412,6 +415,7 @@ def served(engine: Engine) -> Served:
         tokenizer=engine.tokenizer,
         device=engine.device,
         dtype=engine.dtype,
+        rows_dtype=engine.rows_dtype,
     )
 
 

@@ -137,31 +137,69 @@ def test_very_unequal_scores_do_not_overflow() -> None:
 
 class TestChoice:
     def test_every_instruction_set_gives_these_answers(self) -> None:
-        """What this CPU would run with fewer abilities, in a process of its own."""
-        name, sums = _sums(dict(os.environ))
-        plain_name, plain_sums = _sums(os.environ | {"ATEN_CPU_CAPABILITY": "default"})
-        assert plain_name == "_kernel"
-        assert name in kernel.LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("_kernel",))
-        np.testing.assert_allclose(plain_sums, sums, rtol=1e-4)
+        """What this CPU would run with fewer abilities, each in a process of its own."""
+        best = kernel.LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("_kernel",))
+        named = {"_kernel_avx512": "avx512", "_kernel_avx2": "avx2", "_kernel": "default"}
+        answers = []
+        for name in best:
+            found, sums = _sums(os.environ | {"ATEN_CPU_CAPABILITY": named[name]})
+            assert found == name
+            answers.append(sums)
+        for sums in answers[1:]:
+            np.testing.assert_allclose(sums, answers[0], rtol=1e-4)
 
-    def test_a_library_of_another_version_is_not_used(self, tmp_path: Path) -> None:
-        library = kernel.library()
-        assert library is not None
-        assert library.onerow_version() == kernel.VERSION
+    def test_a_library_of_another_version_is_not_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = _path()
+        assert kernel._load(path) is not None
+        monkeypatch.setattr(kernel, "VERSION", kernel.VERSION + 1)
+        assert kernel._load(path) is None
         broken = tmp_path / "_kernel.so"
         broken.write_bytes(b"no library")
         assert kernel._load(broken) is None
 
+    def test_it_was_compiled_from_this_source(self) -> None:
+        """After a change of kernel.c the package must be installed anew, or old code is tested."""
+        source = Path(kernel.__file__).with_suffix(".c")
+        assert _path().stat().st_mtime >= source.stat().st_mtime
+
+
+def _path() -> Path:
+    library = kernel.library()
+    assert library is not None
+    return Path(library._name)
+
 
 SCRIPT = """
 import json, torch
-from model import kernel, packed
-from tests.model.test_kernel import DTYPES, layer, numbers
+from pathlib import Path
+from model import kernel
+from model.batch import pack
+from tests.model.test_kernel import DTYPES, layer, numbers, sequences
 torch.set_num_threads(1)
 sums = [layer(130, 260, d, None)[0](numbers(9, 260)).abs().sum(dim=1).tolist() for d in DTYPES]
-path = kernel.library()._name
-print(json.dumps({"library": path.rsplit("/", 1)[1].split(".")[0], "sums": sums}))
+plan, q, k, v, pool = sequences()
+for rows in (pool, pool.bfloat16()):
+    sums.append(kernel.attend(q, k, v, rows, plan).abs().sum(dim=(1, 2)).tolist()[:9])
+print(json.dumps({"library": Path(kernel.library()._name).name.split(".")[0], "sums": sums}))
 """
+
+
+def sequences() -> tuple[attention.Plan, Tensor, Tensor, Tensor, Tensor]:
+    """Six sequences that decode and one of several queries, with all that attention takes."""
+    rows = np.arange(300, dtype=np.int32)
+    work = [
+        *(
+            Work(np.zeros(n, np.int32), n - 1, rows[40 * i :][:n], 1)
+            for i, n in enumerate(range(30, 36))
+        ),
+        Work(np.zeros(40, np.int32), 9, rows[250:290], 1),
+    ]
+    plan = pack(work, CPU).plan
+    n_tokens = len(plan.write)
+    q, k, v = (numbers(n_tokens, n, 24, seed=i) for i, n in enumerate((4, 2, 2)))
+    return plan, q, k, v, numbers(2, 300, 2, 24, seed=9)
 
 
 def _sums(environment: dict[str, str]) -> tuple[str, list[list[float]]]:

@@ -15,7 +15,7 @@ from model.gpt import GPT
 from model.packed import PackedRunner
 from model.quantise import Int8Linear, quantise
 from model.runner import Runner
-from model.step import Sampling, Work
+from model.step import Sampling, TokenScore, Work
 from tests import tiny
 from tests.model.test_variants import VARIANTS
 
@@ -70,26 +70,54 @@ def test_it_is_the_same_network(changes: dict[str, object], dtype: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
 @pytest.mark.parametrize("dtype", list(ROWS))
-def test_cached_and_uncached_alone_and_together(dtype: str) -> None:
-    """The same texts, greedy and drawn, among rows full of NaN; alone and together bit by bit."""
+def test_threads_do_not_matter(dtype: str, n_kv_head: int) -> None:
+    """Bit by bit, with more threads than there are key heads or chunks to share."""
+    model = network(tiny.config(n_kv_head=n_kv_head), dtype)
+    packed.pack(model)
+    cuts = [40, 41, *range(190, 200)]
+    alone = hidden_states(PackedRunner(model, 200, ROWS[dtype]), cuts)
+    try:
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(hidden_states(PackedRunner(model, 200, ROWS[dtype]), cuts), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", list(ROWS))
+def test_alone_and_together(dtype: str) -> None:
+    """Requests of all kinds among rows full of NaN: the log-probability of every token bit by bit
+    what it is alone, and the cached text the uncached one.
+    """
+    kinds = (
+        *((1, 0.0, True, 9), (30, 0.0, True, 7), (30, 0.0, False, 100)),
+        *((90, 1.0, True, 100), (90, 1.0, False, 40)),
+    )
+    model = network(tiny.config(n_kv_head=2), dtype)
+    packed.pack(model)
 
     def texts() -> list[tiny.Text]:
         return [
             tiny.Text(TOKENS[:n], Sampling(temperature=t, seed=n, logprobs=1), cached, chunk)
-            for n, t, cached, chunk in (
-                *((1, 0.0, True, 9), (30, 0.0, True, 7), (30, 0.0, False, 100)),
-                *((90, 1.0, True, 100), (90, 1.0, False, 40)),
-            )
+            for n, t, cached, chunk in kinds
         ]
 
-    model = network(tiny.config(n_kv_head=2), dtype)
-    packed.pack(model)
-    together = tiny.Driver(model, kv_dtype=ROWS[dtype]).generate(texts(), 20)
-    alone = [tiny.Driver(model, kv_dtype=ROWS[dtype]).generate([text], 20)[0] for text in texts()]
-    assert together == alone
-    assert together[1] == together[2]
-    assert together[3] == together[4]
+    def scores(texts: list[tiny.Text]) -> list[list[TokenScore]]:
+        driver = tiny.Driver(model, kv_dtype=ROWS[dtype])
+        seen: list[list[TokenScore]] = [[] for _ in texts]
+        while any(len(made) < 20 for made in seen):
+            for made, draw in zip(seen, driver.step(texts), strict=True):
+                if draw.score is not None:
+                    made.append(draw.score)
+        return [made[:20] for made in seen]
+
+    together = scores(texts())
+    assert together == [scores([text])[0] for text in texts()]
+    tokens = [[score.token for score in made] for made in together]
+    assert tokens[1] == tokens[2]
+    assert tokens[3] == tokens[4]
 
 
 def test_an_unknown_token_fails_alone() -> None:

@@ -86,6 +86,7 @@ class TestLoadEngine:
         assert isinstance(runner, Runner)
         assert isinstance(runner, PackedRunner) == (kernels and kernel.library() is not None)
         assert engine.dtype == dtype
+        assert engine.rows_dtype == ("bfloat16" if dtype == "bfloat16" else "float32")
         assert runner.kv[:, :, 0].nbytes == engine.pool.row_bytes
         prompt = tuple(engine.tokenizer.encode("Once upon a"))
         engine.submit([Request("a", 0, prompt, 1, Sampling(temperature=0.0))])

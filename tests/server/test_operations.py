@@ -182,7 +182,8 @@ class TestCache:
         rows, totals = now["rows"], now["totals"]
         assert rows["total"] == rows["free"] + rows["running"] + rows["idle"]
         assert now["bytes"] == rows["idle"] * ROW_BYTES
-        assert (now["row_bytes"], now["device"], now["dtype"]) == (ROW_BYTES, "cpu", "float32")
+        assert (now["row_bytes"], now["device"]) == (ROW_BYTES, "cpu")
+        assert (now["dtype"], now["rows_dtype"]) == ("float32", "float32")
         usages = (first, again, uncached)
         assert totals["prompt_tokens"] == sum(u["prompt_tokens"] for u in usages)
         assert totals["generated_tokens"] == sum(u["completion_tokens"] for u in usages)
