@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
     rows: int
 
 
-NUMBERS = {"float32": Numbers(4, 4), "bfloat16": Numbers(2, 2), "int8": Numbers(1, 4)}
+NUMBERS = {"float32": Numbers(4, 4), "bfloat16": Numbers(2, 2), "int8": Numbers(1, 2)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ class Numbers(NamedTuple):
     rows: torch.dtype
 
 
-# Weights in int8 are rounded once they are loaded. Their rows are not: one scale for the 64 numbers
-# of a head costs more accuracy than the weights do.
+# Weights in int8 are rounded once they are loaded. Their rows are bfloat16: in float32 they take
+# twice the memory, and with 1,000 of them a step of GPT-2 124M takes 7 % longer.
 NUMBERS = {
     "float32": Numbers(torch.float32, torch.float32),
     "bfloat16": Numbers(torch.bfloat16, torch.bfloat16),
-    "int8": Numbers(torch.float32, torch.float32),
+    "int8": Numbers(torch.float32, torch.bfloat16),
 }
 
 

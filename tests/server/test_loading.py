@@ -35,7 +35,7 @@ class TestPlacement:
 
     def test_a_type_asked_for_is_given(self) -> None:
         assert placement("cpu", "bfloat16").numbers == (torch.bfloat16, torch.bfloat16)
-        assert placement("cpu", "int8").numbers.rows == torch.float32
+        assert placement("cpu", "int8").numbers.rows == torch.bfloat16
 
     @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
     def test_cuda_without_a_gpu_is_refused(self) -> None:
@@ -86,7 +86,7 @@ class TestLoadEngine:
         assert isinstance(runner, Runner)
         assert isinstance(runner, PackedRunner) == (kernels and kernel.library() is not None)
         assert engine.dtype == dtype
-        assert engine.rows_dtype == ("bfloat16" if dtype == "bfloat16" else "float32")
+        assert engine.rows_dtype == ("float32" if dtype == "float32" else "bfloat16")
         assert runner.kv[:, :, 0].nbytes == engine.pool.row_bytes
         prompt = tuple(engine.tokenizer.encode("Once upon a"))
         engine.submit([Request("a", 0, prompt, 1, Sampling(temperature=0.0))])
