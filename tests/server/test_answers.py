@@ -14,7 +14,7 @@ from server.engine.worker import Served
 from tests.fakes import BYTES, N_CTX
 
 TEXTS = ["a", "", 'say "x"', '"text":""', "\\", "\u2028\u0085\n", "é 日 😀", "</script>", "\ud800"]
-SERVED = Served("fake", "/models/fake", N_CTX, BYTES.n_vocab, BYTES, "cpu", "float32")
+SERVED = Served("fake", "/models/fake", N_CTX, BYTES.n_vocab, BYTES, "cpu", "float32", "float32")
 OPTIONS = {
     "plain": StreamOptions(),
     "usage": StreamOptions(include_usage=True),
