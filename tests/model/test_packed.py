@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 # How far hidden states of magnitude 4 may lie from those of the same weights in float32: rows in
 # bfloat16 are rounded to 8 bits.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 1e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 3e-2}
 ROWS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 TOKENS = tiny.prompt(200, 97)
 
