@@ -84,7 +84,7 @@ def test_a_service_is_confined(name: str) -> None:
     assert "127.0.0.1" in json.dumps(service["ports"])
     assert service["user"] == "10001:10001"
     assert service["read_only"] is True
-    assert service["tmpfs"] == ["/tmp"]
+    assert service["tmpfs"] == ["/tmp:exec" if name == "onerow-gpu" else "/tmp"]
     [volume] = service["volumes"]
     assert "/models" in json.dumps(volume)
     assert volume.endswith(":ro") if isinstance(volume, str) else volume["read_only"]
