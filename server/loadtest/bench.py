@@ -80,7 +80,12 @@ def run(
     """Measure the server at `url`. Raises WorkloadError."""
     _check(workload, target)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        refresh_per_second=1,  # drawing takes time from the server where cores are few
+    ) as progress:
         total = len(workload.loads) * len(target.arms) * (workload.repeats + 1)
         task = progress.add_task("warming up", total=total)
 
