@@ -17,7 +17,7 @@ from pydantic import ByteSize
 import server
 from server.loadtest.engine import libraries
 from server.loadtest.engine.libraries import LIBRARIES
-from server.settings import PREFIX
+from server.settings import CPU_MEMORY, PREFIX
 
 OPTIONS = ("python", "dtype", "device")
 
@@ -57,7 +57,7 @@ def all_of(
     variants = [own(name, {**options, "dtype": dtype}) for name, dtype in types.items()]
     first, dtype = next(iter(types.items()))
     for share in (1, 4, 16) if full else ():
-        size = share * options["kv_cache_memory"] // 4
+        size = share * (options["kv_cache_memory"] or CPU_MEMORY) // 4
         name = f"{first}, full pool of {ByteSize(size).human_readable()}"
         variants.append(own(name, {**options, "dtype": dtype}, size))
     everyone = [*variants, *(read(text, str(options["model"])) for text in peers)]

@@ -10,6 +10,7 @@ import pytest
 
 from server.loadtest.engine import libraries
 from server.loadtest.engine.contenders import PeerError, all_of, read
+from server.settings import CPU_MEMORY
 
 
 class TestPeers:
@@ -76,6 +77,11 @@ class TestVariants:
             "kv_cache_memory": 2**28,
             "full": True,
         }
+
+    def test_full_pools_of_the_default_size(self) -> None:
+        """Where nobody says how much memory rows may take, it is what a server takes on a CPU."""
+        everyone = all_of({**OPTIONS, "kv_cache_memory": None}, [], [], full=True)
+        assert [c.pool for c in everyone[1:]] == [CPU_MEMORY // 4, CPU_MEMORY, 4 * CPU_MEMORY]
 
     def test_names_are_names(self) -> None:
         with pytest.raises(PeerError, match="two are called a"):
