@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import packed
+from model import checkpoint, packed
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.packed import PackedRunner
 from model.rows import RowPool
 from model.runner import Runner
 from model.step import Draw, Ids, Sampling, Work
+from model.tokenizer import Tokenizer
 from model.train import CausalRows
 from tests.oracle import Array
 
@@ -53,6 +55,16 @@ def gpt(shape: GPTConfig, std: float = 0.3, seed: int = 0) -> GPT:
     model = GPT(shape)
     randomise(model, std, seed)
     return model
+
+
+def save_quick(folder: Path) -> str:
+    """A model of random weights in a folder, as quick as one can be."""
+    tokenizer = Tokenizer.load(checkpoint.resolve("stories") / "tokenizer.tiktoken")
+    config = GPTConfig(n_layer=1, n_head=2, d_model=16, n_ctx=64, n_vocab=tokenizer.n_vocab)
+    model = GPT(config)
+    model.initialise(torch.Generator().manual_seed(0))
+    checkpoint.save(folder, model, tokenizer)
+    return str(folder)
 
 
 def arrays(model: GPT) -> dict[str, Array]:

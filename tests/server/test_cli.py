@@ -22,8 +22,6 @@ from typer.testing import CliRunner, Result
 
 from model import checkpoint
 from model.config import PRESETS, GPTConfig
-from model.gpt import GPT
-from model.tokenizer import Tokenizer
 from server.cli import app
 from server.loadtest.client import ServerError
 from server.loadtest.host import own_server
@@ -32,6 +30,7 @@ from server.settings import Settings
 from server.version import VERSION
 from tests.server.live import wait_until
 from tests.server.loadtest.fake import answer, serving
+from tests.tiny import save_quick
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -45,14 +44,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a model of random weights, as quick as one can be."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer.load(checkpoint.resolve("stories") / "tokenizer.tiktoken")
-    config = GPTConfig(n_layer=1, n_head=2, d_model=16, n_ctx=64, n_vocab=tokenizer.n_vocab)
-    model = GPT(config)
-    model.initialise(torch.Generator().manual_seed(0))
-    checkpoint.save(folder, model, tokenizer)
-    return str(folder)
+    return save_quick(tmp_path_factory.mktemp("tiny"))
 
 
 def run(*arguments: str) -> Result:

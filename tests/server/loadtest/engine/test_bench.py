@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
-from model import checkpoint
-from model.config import GPTConfig
-from model.gpt import GPT
-from model.tokenizer import Tokenizer
 from server.cli import app
 from server.loadtest.engine import bench, ceilings
 from server.loadtest.engine.process import ProcessError
 from tests.server.loadtest.engine import fake_peer
+from tests.tiny import save_quick
 
 QUICK = ("--device", "cpu", "--threads", "1", "--repeats", "1", "--patience", "0", "--seed", "1")
 
@@ -31,13 +27,7 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer.load(checkpoint.resolve("stories") / "tokenizer.tiktoken")
-    config = GPTConfig(n_layer=1, n_head=2, d_model=16, n_ctx=64, n_vocab=tokenizer.n_vocab)
-    model = GPT(config)
-    model.initialise(torch.Generator().manual_seed(0))
-    checkpoint.save(folder, model, tokenizer)
-    return str(folder)
+    return save_quick(tmp_path_factory.mktemp("tiny"))
 
 
 def run(model: str, out: Path, *flags: str) -> Result:
