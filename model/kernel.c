@@ -36,8 +36,9 @@
 #define VECTORS (LANES / WIDTH) // vectors of a panel
 #define GROUP   4               // panels that a thread works on together
 #define BLOCK   256             // inputs of the weights that all tokens read before the next ones
-#define TOKENS  256             // tokens that share a reading of the weights
+#define TILES   43              // tiles of tokens that share a reading of the weights
 #define FEW     24              // tokens that read a panel from one end to the other
+#define WIDE    (GROUP * LANES) // outputs that a thread works on together
 #define STRIDE  4               // inputs of a layer come in multiples of it
 #define KEYS    64              // keys of a block of attention
 #define ROWS    4               // rows whose values are added to an output at once
@@ -261,56 +262,73 @@ INLINE void load(int p, int type, const char *w, long panel, long at, int u,
     }
 }
 
-// Adds to the sums of `m` tokens by `p` panels what one input gives.
-INLINE void add(int m, int p, const float *x, long ldx, const Floats weights[GROUP * VECTORS],
-                Floats sums[MOST_TOKENS][GROUP * VECTORS]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < p * VECTORS; j++)
-            sums[i][j] += x[i * ldx] * weights[j];
+// Tokens are worked on in tiles of as equal a size as can be: these are the tiles `begin` to `end`
+// of all those that `n_tokens` make. What a tile reads one after another lies so: `x` holds k
+// inputs of its m tokens as (k, m).
+struct tiles {
+    const float *x;
+    int n_tokens, begin, end;
+};
+
+INLINE int n_tiles(int n_tokens) { return (n_tokens + MOST_TOKENS - 1) / MOST_TOKENS; }
+
+// The first token of a tile.
+INLINE int tile_start(int n_tokens, int tile) { return (long)n_tokens * tile / n_tiles(n_tokens); }
+
+#define FOR_TILES(tiles, at, m)                                                                    \
+    for (int tile = (tiles).begin, at, m;                                                          \
+         tile < (tiles).end && (at = tile_start((tiles).n_tokens, tile),                           \
+                               m = tile_start((tiles).n_tokens, tile + 1) - at);                   \
+         tile++)
+
+// (m, ldx) becomes (k, m).
+INLINE void interleave(const float *x, long ldx, int m, int k, float *to) {
+    for (int j = 0; j < k; j++)
+        for (int i = 0; i < m; i++)
+            *to++ = x[i * ldx + j];
 }
 
-// Sums of `m` tokens by `p` panels over `k` inputs, a multiple of STRIDE. `x` (m, ldx), `w` the
-// first panel's block.
-INLINE void tile(int m, int p, int type, const float *x, long ldx, const char *w, long panel, int k,
-                 Floats sums[MOST_TOKENS][GROUP * VECTORS]) {
-    Floats weights[GROUP * VECTORS];
+// Weights of k inputs, a multiple of STRIDE, in panels that lie `panel` bytes apart. Those that lie
+// far off are asked for a block before their turn: `pace` bytes from `next` on for every line of
+// the cache that is used up here.
+struct block {
+    const char *panels;
+    long panel;
+    int k, pace;
+    const char *next;
+};
+
+// y (m, ldy) += x (k, m) times the first `p` panels of a block.
+INLINE void product(int m, int p, int type, int far, const float *x, struct block b, float *y,
+                    long ldy) {
+    Floats sums[MOST_TOKENS][GROUP * VECTORS], weights[GROUP * VECTORS];
+    int line = 4 / SIZES[type]; // inputs whose weights for a panel fill a line of the cache
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
 #pragma GCC unroll 16
         for (int j = 0; j < p * VECTORS; j++)
             sums[i][j] = (Floats){0};
-    for (long at = 0; at < k; at += STRIDE) {
-        for (int line = 0; p == 1 && line < SIZES[type]; line++) // the block after this one
-            __builtin_prefetch(w + (at + BLOCK) * LANES * SIZES[type] + line * 64, 0, 2);
+#pragma GCC unroll 1 // more would spill the sums
+    for (long at = 0; at < b.k; at += line) {
+        if (far && p == 1) {
+            __builtin_prefetch(b.next, 0, 2);
+            b.next += b.pace;
+        }
 #pragma GCC unroll 4
-        for (int u = 0; u < STRIDE; u++) {
-            load(p, type, w, panel, at, u, weights);
-            add(m, p, x + at + u, ldx, weights, sums);
+        for (int u = 0; u < line; u++, x += m) {
+            load(p, type, b.panels, b.panel, at, u, weights);
+#pragma GCC unroll 8
+            for (int i = 0; i < m; i++)
+#pragma GCC unroll 16
+                for (int j = 0; j < p * VECTORS; j++)
+                    sums[i][j] += x[i] * weights[j];
         }
     }
-}
-
-static void add_lanes(float *y, const float *sums, int n) {
-    for (int i = 0; i < n; i++)
-        y[i] += sums[i];
-}
-
-// y (m, ldy) += x (m, ldx) times `p` panels of k inputs. Lanes beyond `n` are not stored.
-INLINE void product(int m, int p, int type, const float *x, long ldx, const char *w, long panel,
-                    int k, float *y, long ldy, int n) {
-    Floats sums[MOST_TOKENS][GROUP * VECTORS];
-    tile(m, p, type, x, ldx, w, panel, k, sums);
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
-        if (n >= p * LANES) {
 #pragma GCC unroll 16
-            for (int j = 0; j < p * VECTORS; j++)
-                *(Floats *)(y + i * ldy + j * WIDTH) += sums[i][j];
-        } else {
-            add_lanes(y + i * ldy, (const float *)sums[i], n);
-        }
+        for (int j = 0; j < p * VECTORS; j++)
+            *(Floats *)(y + i * ldy + j * WIDTH) += sums[i][j];
 }
 
 // As many panels at once as the registers hold beside the sums of m tokens.
@@ -322,92 +340,173 @@ INLINE void product(int m, int p, int type, const float *x, long ldx, const char
 #define PANELS(m) ((m) == 1 ? 2 : 1)
 #endif
 
-// The same for all the panels that n outputs have.
-INLINE void products(int m, int type, const float *x, long ldx, const char *w, long panel, int k,
-                     float *y, long ldy, int n) {
-    int p = 0;
-    for (; (p + PANELS(m)) * LANES <= n; p += PANELS(m))
-        product(m, PANELS(m), type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy,
-                n - p * LANES);
-    for (; p * LANES < n; p++)
-        product(m, 1, type, x, ldx, w + p * panel, panel, k, y + p * LANES, ldy, n - p * LANES);
+// The same for n panels.
+INLINE void products(int m, int type, int far, const float *x, struct block b, float *y, long ldy,
+                     int n) {
+    for (; n >= PANELS(m); n -= PANELS(m)) {
+        product(m, PANELS(m), type, far, x, b, y, ldy);
+        b.panels += PANELS(m) * b.panel;
+        y += PANELS(m) * LANES;
+    }
+    for (; n > 0; n--) {
+        product(m, 1, type, far, x, b, y, ldy);
+        b.panels += b.panel;
+        y += LANES;
+    }
 }
 
-// The same for any number of tokens, in tiles of as equal a size as can be.
-INLINE void multiply(int type, const float *x, long ldx, int n_tokens, const char *w, long panel,
-                     int k, float *y, long ldy, int n) {
-    int n_tiles = (n_tokens + MOST_TOKENS - 1) / MOST_TOKENS;
-    for (int t = 0; t < n_tiles; t++) {
-        long at = (long)n_tokens * t / n_tiles, m = (long)n_tokens * (t + 1) / n_tiles - at;
-        const float *in = x + at * ldx;
-        float *out = y + at * ldy;
-        switch (m) {
+INLINE void multiply(int type, int far, int m, const float *x, struct block b, float *y, long ldy,
+                     int n) {
+    switch (m) {
 #define CASE(m)                                                                                    \
-    case m: products(m, type, in, ldx, w, panel, k, out, ldy, n); break
-            CASE(1);
-            CASE(2);
-            CASE(3);
+    case m: products(m, type, far, x, b, y, ldy, n); break
+        CASE(1);
+        CASE(2);
+        CASE(3);
 #if MOST_TOKENS == 6
-            CASE(4);
-            CASE(5);
-            CASE(6);
+        CASE(4);
+        CASE(5);
+        CASE(6);
 #endif
-        }
     }
 }
 
-// Compiled once per type of weights.
-#define MULTIPLY(name, type)                                                                       \
-    static void name(const float *x, long ldx, int n_tokens, const char *w, long panel, int k,     \
-                     float *y, long ldy, int n) {                                                  \
-        multiply(type, x, ldx, n_tokens, w, panel, k, y, ldy, n);                                  \
+// Compiled once per type of weights, and for those that are near.
+#define MULTIPLY(name, type, far)                                                                  \
+    static void name(int m, const float *x, struct block b, float *y, long ldy, int n) {           \
+        multiply(type, far, m, x, b, y, ldy, n);                                                   \
     }
-MULTIPLY(multiply_float32, FLOAT32)
-MULTIPLY(multiply_bfloat16, BFLOAT16)
-MULTIPLY(multiply_int8, INT8)
+MULTIPLY(multiply_near, FLOAT32, 0)
+MULTIPLY(multiply_float32, FLOAT32, 1)
+MULTIPLY(multiply_bfloat16, BFLOAT16, 1)
+MULTIPLY(multiply_int8, INT8, 1)
 
-// sums (n_tokens, lds) += x W^T for `n` outputs of a layer from `first` on, block by block of its
-// inputs, so that all tokens read a block of weights while it is near.
-static void add_outputs(const struct linear *l, const float *x, long ldx, int n_tokens, int first,
-                        int n, float *sums, long lds) {
-    long panel = panel_bytes(l);
-    for (int from = 0; from < l->k; from += BLOCK) {
-        int k = l->k - from < BLOCK ? l->k - from : BLOCK;
-        const char *w = l->panels + first / LANES * panel + (long)from * LANES * SIZES[l->type];
+// A layer's weights for a panel of its outputs, from an input on.
+INLINE const char *weights(const struct linear *l, int panel, int from) {
+    return l->panels + panel * panel_bytes(l) + (long)from * LANES * SIZES[l->type];
+}
+
+INLINE int block_inputs(const struct linear *l, int from) {
+    return l->k - from < BLOCK ? l->k - from : BLOCK;
+}
+
+// sums (tokens, WIDE) += x W^T for `n` panels from `panel` on, by a block of inputs.
+static void add_block(const struct linear *l, struct tiles tiles, int from, int panel, int n,
+                      float *sums) {
+    int first = tile_start(tiles.n_tokens, tiles.begin), share = tiles.end - tiles.begin;
+    struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from)};
+    b.next = weights(l, panel, from + BLOCK);
+    b.pace = 64 / share; // each tile asks for a part of what comes next
+    FOR_TILES(tiles, at, m) {
+        const float *x = tiles.x + (long)at * l->k + from * m;
+        float *y = sums + (at - first) * WIDE;
         if (l->type == FLOAT32)
-            multiply_float32(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
+            multiply_float32(m, x, b, y, WIDE, n);
         else if (l->type == BFLOAT16)
-            multiply_bfloat16(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
+            multiply_bfloat16(m, x, b, y, WIDE, n);
         else
-            multiply_int8(x + from, ldx, n_tokens, w, panel, k, sums, lds, n);
+            multiply_int8(m, x, b, y, WIDE, n);
+        b.next += (long)b.k * LANES * SIZES[l->type] / share;
     }
 }
 
-// y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias. A phase.
-static void linear(struct member *me, const struct linear *l, const float *x, long ldx,
-                   int n_tokens, float *y, long ldy, int onto, int activation) {
-    enum { WIDE = GROUP * LANES };
-    float sums[TOKENS * WIDE];
+// A panel's weights of k inputs as float32.
+INLINE void widen(int type, const char *w, int k, float *to) {
+    Floats weights[GROUP * VECTORS];
+    for (int at = 0; at < k; at += STRIDE)
+#pragma GCC unroll 4
+        for (int u = 0; u < STRIDE; u++) {
+            load(1, type, w, 0, at, u, weights);
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++)
+                *(Floats *)(to + (at + u) * LANES + j * WIDTH) = weights[j];
+        }
+}
+
+// The same for one panel and many tokens: they all read the block out of the nearest cache, while
+// the one that is `next` comes nearer.
+static void add_block_to_many(const struct linear *l, struct tiles tiles, int from, int panel,
+                              const char *next, float *sums) {
+    float near[BLOCK * LANES];
+    struct block b = {(const char *)near, 0, block_inputs(l, from)};
+    int first = tile_start(tiles.n_tokens, tiles.begin);
+    int lines = BLOCK * SIZES[l->type] / 4, n = tiles.end - tiles.begin, line = 0;
+    const char *w = weights(l, panel, from);
+    if (l->type == FLOAT32)
+        widen(FLOAT32, w, b.k, near);
+    else if (l->type == BFLOAT16)
+        widen(BFLOAT16, w, b.k, near);
+    else
+        widen(INT8, w, b.k, near);
+    FOR_TILES(tiles, at, m) {
+        for (; line < lines * (tile + 1 - tiles.begin) / n; line++)
+            __builtin_prefetch(next + line * 64, 0, 2);
+        multiply_near(m, tiles.x + (long)at * l->k + from * m, b, sums + (at - first) * WIDE, WIDE,
+                      1);
+    }
+}
+
+// sums (tokens, WIDE) = x W^T for `n` panels from `panel` on.
+static void add_panels(const struct linear *l, struct tiles tiles, int panel, int n, float *sums) {
+    int tokens = tile_start(tiles.n_tokens, tiles.end) - tile_start(tiles.n_tokens, tiles.begin);
+    memset(sums, 0, tokens * WIDE * sizeof *sums);
+    if (tokens > FEW) { // a block of all the tokens' inputs stays near, too
+        for (int from = 0; from < l->k; from += BLOCK)
+            for (int p = 0; p < n; p++)
+                add_block_to_many(l, tiles, from, panel + p,
+                                  p + 1 < n ? weights(l, panel + p + 1, from)
+                                            : weights(l, panel, from + BLOCK),
+                                  sums + p * LANES);
+        return;
+    }
+    int step = PANELS(tokens) == 1 ? 1 : n;
+    for (int p = 0; p < n; p += step)
+        for (int from = 0; from < l->k; from += BLOCK)
+            add_block(l, tiles, from, panel + p, step, sums + p * LANES);
+}
+
+// to (n) = activation(sum * scale + bias), or to += sum * scale + bias, for the outputs of a layer
+// from `first` on.
+static void finish(const struct linear *l, int first, int n, float *sum, int onto, int activation,
+                   float *to) {
+    if (l->scale)
+#pragma omp simd
+        for (int j = 0; j < n; j++)
+            sum[j] *= l->scale[first + j];
+    if (l->bias)
+#pragma omp simd
+        for (int j = 0; j < n; j++)
+            sum[j] += l->bias[first + j];
+    if (onto)
+#pragma omp simd
+        for (int j = 0; j < n; j++)
+            sum[j] += to[j];
+    activate_all(sum, n, activation);
+    memcpy(to, sum, n * sizeof *to);
+}
+
+// y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias; x (n_tokens, k), `packed` as
+// large. Two phases.
+static void linear(struct member *me, const struct linear *l, const float *x, int n_tokens,
+                   float *packed, float *y, long ldy, int onto, int activation) {
+    float sums[TILES * MOST_TOKENS * WIDE];
+    int all = n_tiles(n_tokens), groups = (all + TILES - 1) / TILES;
+    struct tiles tiles = {n_tokens == 1 ? x : packed, n_tokens, 0, all};
+    FOR_CHUNKS(me, tile, n_tokens == 1 ? 0 : all) {
+        long at = tile_start(n_tokens, tile);
+        interleave(x + at * l->k, l->k, tile_start(n_tokens, tile + 1) - at, l->k,
+                   packed + at * l->k);
+    }
     FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
         int first = chunk * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
-        for (int begin = 0; begin < n_tokens; begin += TOKENS) {
-            int m = n_tokens - begin < TOKENS ? n_tokens - begin : TOKENS;
-            int step = PANELS(m) == 1 && m <= FEW ? LANES : WIDE;
-            memset(sums, 0, m * WIDE * sizeof *sums);
-            for (int at = 0; at < n; at += step)
-                add_outputs(l, x + begin * ldx, ldx, m, first + at, at + step < n ? step : n - at,
-                            sums + at, WIDE);
-            for (int t = 0; t < m; t++) {
-                float *sum = sums + t * WIDE, *to = y + (begin + t) * ldy + first;
-                for (int j = 0; l->scale && j < n; j++)
-                    sum[j] *= l->scale[first + j];
-                for (int j = 0; l->bias && j < n; j++)
-                    sum[j] += l->bias[first + j];
-                for (int j = 0; onto && j < n; j++)
-                    sum[j] += to[j];
-                activate_all(sum, n, activation);
-                memcpy(to, sum, n * sizeof *to);
-            }
+        for (int group = 0; group < groups; group++) {
+            tiles.begin = (long)all * group / groups;
+            tiles.end = (long)all * (group + 1) / groups;
+            add_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
+            int begin = tile_start(n_tokens, tiles.begin), end = tile_start(n_tokens, tiles.end);
+            for (int t = begin; t < end; t++)
+                finish(l, first, n, sums + (t - begin) * WIDE, onto, activation,
+                       y + t * ldy + first);
         }
     }
 }
@@ -559,6 +658,29 @@ INLINE void attend_one(const struct pool *p, int type, const float *q, const int
     }
 }
 
+// Copies `n` rows of a key head: keys as panels of `padded` inputs, values as panels of KEYS.
+INLINE void copy_rows(const struct pool *p, int type, const int32_t *rows, int n, int n_ahead,
+                      int head, int padded, float *keys, float *values) {
+    int d = p->d_head;
+    long width = (long)p->n_kv_head * d;
+    for (int r = 0; r < n; r++) {
+        long row = rows[r] * width + head * d;
+        if (r + FAR < n_ahead) {
+            long next = rows[r + FAR] * width + head * d;
+            fetch(p->keys, type, next, d);
+            fetch(p->values, type, next, d);
+        }
+        for (int i = 0; i < d; i++)
+            keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
+                number(p->keys, type, row + i);
+        for (int i = 0; i < d; i += LANES)
+#pragma omp simd
+            for (int j = i; j < (i + LANES < d ? i + LANES : d); j++)
+                values[(long)(i / LANES * KEYS + r) * LANES + j - i] =
+                    number(p->values, type, row + j);
+    }
+}
+
 // Many queries of the heads that share one key head, over the n_keys rows that the last of them
 // sees: blocks of keys, softmax as it goes (Milakov and Gimelshein, arXiv:1805.02867). A block is
 // copied into panels, which all queries then read. `q` and `out` (n_queries, ld).
@@ -566,65 +688,62 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
                         const int32_t *rows, int n_keys, int head, float *scratch, float *out,
                         long ldo) {
     int d = p->d_head, shared = p->n_head / p->n_kv_head, lines = n_queries * shared;
-    int padded = round_up(d, STRIDE), value_panels = round_up(d, LANES) / LANES;
-    long width = (long)p->n_kv_head * d;
+    int padded = round_up(d, STRIDE), wide = round_up(d, LANES);
     float rate = 1.0f / sqrtf(d);
-    float *keys = scratch, *values = keys + KEYS * padded,
-          *queries = values + KEYS * value_panels * LANES;
-    float *scores = queries + (long)lines * padded, *sums = scores + (long)lines * KEYS;
-    float *most = sums + (long)lines * d, *total = most + lines;
-    memset(scratch, 0, (char *)scores - (char *)scratch); // what pads is zero
-    for (int i = 0; i < lines; i++) {
-        const float *from = q + i / shared * ldq + (head * shared + i % shared) * d;
+    float *keys = scratch, *values = keys + KEYS * padded, *queries = values + KEYS * wide;
+    float *sums = queries + (long)lines * padded, *most = sums + (long)lines * wide,
+          *total = most + lines;
+    memset(scratch, 0, (char *)most - (char *)scratch); // what pads is zero
+    struct tiles tiles = {queries, lines, 0, n_tiles(lines)};
+    FOR_TILES(tiles, at, m)
+    for (int i = 0; i < m; i++) {
+        int line = at + i;
+        const float *from = q + line / shared * ldq + (head * shared + line % shared) * d;
         for (int j = 0; j < d; j++)
-            queries[(long)i * padded + j] = from[j] * rate;
-        most[i] = -INFINITY;
-        total[i] = 0.0f;
+            queries[(long)at * padded + j * m + i] = from[j] * rate;
+        most[line] = -INFINITY;
+        total[line] = 0.0f;
     }
-    memset(sums, 0, (long)lines * d * sizeof *sums);
     for (int begin = 0; begin < n_keys; begin += KEYS) {
         int n = n_keys - begin < KEYS ? n_keys - begin : KEYS;
-        for (int r = 0; r < n; r++) {
-            long row = rows[begin + r] * width + head * d;
-            if (begin + r + FAR < n_keys) {
-                long next = rows[begin + r + FAR] * width + head * d;
-                fetch(p->keys, type, next, d);
-                fetch(p->values, type, next, d);
+        copy_rows(p, type, rows + begin, n, n_keys - begin, head, padded, keys, values);
+        FOR_TILES(tiles, at, m) {
+            // Keys of the block that a line sees; the tile's last one sees the most.
+            int seen[MOST_TOKENS];
+            for (int i = 0; i < m; i++) {
+                seen[i] = n_keys - n_queries + (at + i) / shared + 1 - begin;
+                seen[i] = seen[i] < n ? seen[i] : n;
             }
-            for (int i = 0; i < d; i++)
-                keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
-                    number(p->keys, type, row + i);
-            for (int i = 0; i < d; i += LANES)
+            int far = seen[m - 1];
+            if (far <= 0)
+                continue;
+            struct block k = {(const char *)keys, padded * LANES * 4L, padded};
+            struct block v = {(const char *)values, KEYS * LANES * 4L, round_up(far, STRIDE)};
+            float scores[MOST_TOKENS * KEYS] = {0}, shares[MOST_TOKENS * KEYS];
+            multiply_near(m, queries + (long)at * padded, k, scores, KEYS,
+                          round_up(far, LANES) / LANES);
+            for (int i = 0; i < m; i++) {
+                float *s = scores + i * KEYS, *sum = sums + (long)(at + i) * wide;
+                if (seen[i] > 0) {
+                    float now = largest(s, seen[i], most[at + i]);
+                    float kept = exponential(most[at + i] - now);
+                    total[at + i] = total[at + i] * kept + weigh(s, seen[i], now);
+                    most[at + i] = now;
 #pragma omp simd
-                for (int j = i; j < (i + LANES < d ? i + LANES : d); j++)
-                    values[(long)(i / LANES * KEYS + r) * LANES + j - i] =
-                        number(p->values, type, row + j);
-        }
-        memset(scores, 0, (long)lines * KEYS * sizeof *scores);
-        multiply_float32(queries, padded, lines, (const char *)keys, padded * LANES * 4L, padded,
-                         scores, KEYS, n);
-        for (int i = 0; i < lines; i++) {
-            float *s = scores + (long)i * KEYS;
-            int seen = n_keys - n_queries + i / shared + 1 - begin;
-            seen = seen < n ? seen : n;
-            if (seen > 0) {
-                float now = largest(s, seen, most[i]), kept = exponential(most[i] - now);
-                total[i] = total[i] * kept + weigh(s, seen, now);
-                most[i] = now;
-#pragma omp simd
-                for (int j = 0; j < d; j++)
-                    sums[(long)i * d + j] *= kept;
+                    for (int j = 0; j < d; j++)
+                        sum[j] *= kept;
+                }
+                for (int r = seen[i] > 0 ? seen[i] : 0; r < v.k; r++)
+                    s[r] = 0.0f;
             }
-            for (int r = seen > 0 ? seen : 0; r < n; r++)
-                s[r] = 0.0f;
+            interleave(scores, KEYS, m, v.k, shares);
+            multiply_near(m, shares, v, sums + (long)at * wide, wide, wide / LANES);
         }
-        multiply_float32(scores, KEYS, lines, (const char *)values, KEYS * LANES * 4L,
-                         round_up(n, STRIDE), sums, d, d);
     }
     for (int i = 0; i < lines; i++)
         for (int j = 0; j < d; j++)
             out[i / shared * ldo + (head * shared + i % shared) * d + j] =
-                sums[(long)i * d + j] / total[i];
+                sums[(long)i * wide + j] / total[i];
 }
 
 // The queries of a block, fewer where several heads share a key head.
@@ -636,8 +755,7 @@ static int block_queries(const struct pool *p) {
 // Floats that one thread needs as scratch to attend over at most n_keys rows.
 static long attend_scratch(const struct pool *p, long n_keys) {
     long one = p->n_head * n_keys, lines = block_queries(p) * p->n_head / p->n_kv_head;
-    long many =
-        KEYS * (2L * p->d_head + STRIDE + LANES) + lines * (2L * p->d_head + STRIDE + KEYS + 2);
+    long many = (KEYS + lines) * (2L * p->d_head + STRIDE + LANES) + 2 * lines;
     return (one > many ? one : many) + LANES; // no two threads write to one cache line
 }
 
@@ -657,21 +775,24 @@ INLINE void attend_heads(const struct pool *p, int type, const float *q, long ld
     }
 }
 
+INLINE void write_numbers(const float *x, int n, char *to, int type, long at) {
+    if (type == FLOAT32)
+        memcpy((float *)to + at, x, n * sizeof *x);
+    else
+#pragma omp simd
+        for (int i = 0; i < n; i++)
+            ((uint16_t *)to)[at + i] = to_bfloat16(x[i]);
+}
+
 // Writes keys and values of tokens into their rows, as far as key heads `first` to `last` go.
 INLINE void write_rows(const struct pool *p, const int32_t *rows, int n_tokens, const float *k,
                        const float *v, long ldk, int first, int last) {
-    long width = (long)p->n_kv_head * p->d_head;
-    for (int t = 0; t < n_tokens; t++)
-        for (int i = first * p->d_head; i < last * p->d_head; i++) {
-            long at = rows[t] * width + i;
-            if (p->type == BFLOAT16) {
-                ((uint16_t *)p->keys)[at] = to_bfloat16(k[t * ldk + i]);
-                ((uint16_t *)p->values)[at] = to_bfloat16(v[t * ldk + i]);
-            } else {
-                ((float *)p->keys)[at] = k[t * ldk + i];
-                ((float *)p->values)[at] = v[t * ldk + i];
-            }
-        }
+    long width = (long)p->n_kv_head * p->d_head, begin = (long)first * p->d_head;
+    int n = (last - first) * p->d_head;
+    for (int t = 0; t < n_tokens; t++) {
+        write_numbers(k + t * ldk + begin, n, p->keys, p->type, rows[t] * width + begin);
+        write_numbers(v + t * ldk + begin, n, p->values, p->type, rows[t] * width + begin);
+    }
 }
 
 // Writes the keys and values of the step and lets each query look at the rows of its sequence up to
@@ -700,13 +821,14 @@ static void attend(struct member *me, const struct pool *p, const struct batch *
 
 // What follows is called from outside, by kernel.py.
 
-int onerow_version(void) { return 1; }
+int onerow_version(void) { return 2; }
 
-// y (n_tokens, n) = x (n_tokens, k) W^T + bias.
-void onerow_linear(const struct linear *l, const float *x, int n_tokens, float *y, int threads) {
-    struct phase phase = {0};
+// y (n_tokens, n) = x (n_tokens, k) W^T + bias; `scratch` is as large as x.
+void onerow_linear(const struct linear *l, const float *x, int n_tokens, float *scratch, float *y,
+                   int threads) {
+    struct phase phases[2] = {0};
 #pragma omp parallel num_threads(threads)
-    linear(&(struct member){&phase, NULL}, l, x, l->k, n_tokens, y, l->n, 0, NONE);
+    linear(&(struct member){phases, NULL}, l, x, n_tokens, scratch, y, l->n, 0, NONE);
 }
 
 // Floats of scratch that onerow_attend needs.
@@ -725,14 +847,15 @@ void onerow_attend(const struct pool *p, const struct batch *b, const float *q, 
     }
 }
 
-static long n_phases(const struct model *m) { return 7 * m->n_layer + 2; }
+static long n_phases(const struct model *m) { return 11 * m->n_layer + 2; }
 
 // Bytes of scratch that onerow_forward needs.
 long onerow_forward_scratch(const struct model *m, const struct pool *p, int n_tokens, int n_keys,
                             int threads) {
     long d_qkv = m->d_model + 2L * p->n_kv_head * p->d_head;
-    long floats =
-        n_tokens * (2L * m->d_model + d_qkv + m->d_ff) + threads * attend_scratch(p, n_keys);
+    long widest = m->d_ff > m->d_model ? m->d_ff : m->d_model;
+    long floats = n_tokens * (2L * m->d_model + d_qkv + m->d_ff + widest) +
+                  threads * attend_scratch(p, n_keys);
     return n_phases(m) * sizeof(struct phase) + floats * sizeof(float);
 }
 
@@ -744,8 +867,8 @@ void onerow_forward(const struct model *m, const struct pool *first, long layer_
          d_qkv = d + 2 * d_kv;
     struct phase *phases = (struct phase *)scratch;
     float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d,
-          *wide = qkv + n * d_qkv;
-    float *own = wide + n * m->d_ff, *x = hidden;
+          *wide = qkv + n * d_qkv, *packed = wide + n * m->d_ff;
+    float *own = packed + n * (m->d_ff > d ? m->d_ff : d), *x = hidden;
     memset(phases, 0, n_phases(m) * sizeof *phases);
 #pragma omp parallel num_threads(threads)
     {
@@ -759,15 +882,15 @@ void onerow_forward(const struct model *m, const struct pool *first, long layer_
             p.values += i * layer_bytes;
             if (m->norm_first)
                 normalise(me, &l->ln_1, x, n, d, m->epsilon, h);
-            linear(me, &l->c_attn, m->norm_first ? h : x, d, n, qkv, d_qkv, 0, NONE);
+            linear(me, &l->c_attn, m->norm_first ? h : x, n, packed, qkv, d_qkv, 0, NONE);
             attend(me, &p, b, qkv, d_qkv, qkv + d, qkv + d + d_kv, d_qkv, threads, heads);
-            linear(me, &l->attn_proj, heads, d, n, x, d, 1, NONE);
+            linear(me, &l->attn_proj, heads, n, packed, x, d, 1, NONE);
             if (m->norm_first)
                 normalise(me, &l->ln_2, x, n, d, m->epsilon, h);
             else
                 normalise(me, &l->ln_1, x, n, d, m->epsilon, x);
-            linear(me, &l->c_fc, m->norm_first ? h : x, d, n, wide, m->d_ff, 0, m->activation);
-            linear(me, &l->mlp_proj, wide, m->d_ff, n, x, d, 1, NONE);
+            linear(me, &l->c_fc, m->norm_first ? h : x, n, packed, wide, m->d_ff, 0, m->activation);
+            linear(me, &l->mlp_proj, wide, n, packed, x, d, 1, NONE);
             if (!m->norm_first)
                 normalise(me, &l->ln_2, x, n, d, m->epsilon, x);
         }

@@ -23,7 +23,7 @@ from model.batch import Batch
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the structures and calls, as in kernel.c
+VERSION = 2  # of the structures and calls, as in kernel.c
 FLOAT32, BFLOAT16, INT8 = range(3)
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
 ACTIVATIONS = {"none": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -127,7 +127,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
         return None
     if not fits:
         return None  # of another version of the package
-    found.onerow_linear.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_int)
+    found.onerow_linear.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int)
     found.onerow_attend_scratch.argtypes = (c_void_p, c_int, c_int)
     found.onerow_attend_scratch.restype = c_long
     found.onerow_attend.argtypes = (
@@ -145,9 +145,10 @@ def _load(path: Path) -> ctypes.CDLL | None:
 def linear(layer: Linear, x: Tensor) -> Tensor:
     """x `(T, k)` -> `(T, n)`."""
     x, y = x.contiguous(), torch.empty(len(x), layer.n)
+    scratch = torch.empty_like(x)
     _here().onerow_linear(
         *(ctypes.byref(layer), x.data_ptr(), len(x)),
-        *(y.data_ptr(), torch.get_num_threads()),
+        *(scratch.data_ptr(), y.data_ptr(), torch.get_num_threads()),
     )
     return y
 
