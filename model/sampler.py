@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from model.step import Draw, Sampling, TokenScore, Work
@@ -88,45 +88,45 @@ def _sampling(work: Work) -> Sampling:
 
 
 def _adjust(logits: Tensor, work: Sequence[Work], wanted: Sequence[Sampling]) -> Tensor:
-    """Penalties, bias and forbidden ids of each row; the raw logits stay as they are."""
-    changed = [i for i, s in enumerate(wanted) if _adjusts(s) or work[i].banned]
-    if not changed:
-        return logits
-    logits = logits.clone()
-    for i in changed:
-        _adjust_row(logits[i], work[i], wanted[i])
-    return logits
-
-
-def _adjusts(s: Sampling) -> bool:
-    penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-    return bool(s.logit_bias) or penalties != (0.0, 0.0, 1.0)
-
-
-def _adjust_row(row: Tensor, work: Work, s: Sampling) -> None:
-    """In place. Presence and frequency count the completion's tokens, repetition the prompt's too
-    (the definitions of the OpenAI API and of CTRL, arXiv:1909.05858).
+    """Penalties, bias and forbidden ids of all rows; the raw logits stay as they are. Presence and
+    frequency count the completion's tokens, repetition the prompt's too (the definitions of the
+    OpenAI API and of CTRL, arXiv:1909.05858).
     """
+    repeated = [i for i, s in enumerate(wanted) if s.repetition_penalty != 1.0]
+    counted = [i for i, s in enumerate(wanted) if s.presence_penalty or s.frequency_penalty]
+    biased = [i for i, s in enumerate(wanted) if s.logit_bias]
+    banned = [i for i, w in enumerate(work) if w.banned]
+    if not (repeated or counted or biased or banned):
+        return logits
+    adjusted = logits.clone(memory_format=torch.contiguous_format)
+    flat, n_vocab = adjusted.view(-1), logits.shape[1]
 
-    def on_device(array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(array).to(row.device)
+    def places(ids: Iterable[tuple[int, ArrayLike]]) -> Indices:
+        """Where ids of rows lie in `flat`."""
+        return np.concatenate([i * n_vocab + np.asarray(row_ids, np.int64) for i, row_ids in ids])
 
-    if s.repetition_penalty != 1.0:
-        seen = on_device(np.unique(work.tokens).astype(np.int64))
-        values = row[seen]
-        row[seen] = torch.where(
-            values > 0, values / s.repetition_penalty, values * s.repetition_penalty
+    def on_device(array: Numbers | Indices) -> Tensor:
+        return torch.from_numpy(array).to(logits.device)
+
+    if repeated:
+        seen = on_device(places((i, work[i].tokens) for i in repeated))  # some of them repeatedly
+        rates = np.array([s.repetition_penalty for s in wanted], np.float32)
+        rate, values = on_device(rates)[seen // n_vocab], flat[seen]
+        flat[seen] = torch.where(values > 0, values / rate, values * rate)
+    if counted:
+        ids, counts = np.unique(
+            places((i, work[i].tokens[work[i].n_prompt :]) for i in counted), return_counts=True
         )
-    generated = work.tokens[work.n_prompt :]
-    if len(generated) and (s.presence_penalty or s.frequency_penalty):
-        ids, counts = np.unique(generated, return_counts=True)
-        row[on_device(ids.astype(np.int64))] -= (
-            s.presence_penalty + s.frequency_penalty * on_device(counts)
-        ).to(row.dtype)
-    for token, bias in s.logit_bias:
-        row[token] += bias
-    if work.banned:
-        row[list(work.banned)] = -torch.inf
+        penalties = np.array([(s.presence_penalty, s.frequency_penalty) for s in wanted])
+        presence, frequency = penalties[ids // n_vocab].T
+        flat[on_device(ids)] -= on_device((presence + frequency * counts).astype(np.float32))
+    if biased:
+        biases = [bias for i in biased for _, bias in wanted[i].logit_bias]
+        ids = places((i, [token for token, _ in wanted[i].logit_bias]) for i in biased)
+        flat.index_add_(0, on_device(ids), on_device(np.array(biases, np.float32)))
+    if banned:
+        flat[on_device(places((i, work[i].banned) for i in banned))] = -torch.inf
+    return adjusted
 
 
 def _rows(logits: Tensor, chosen: Sequence[int]) -> Tensor:
