@@ -8,6 +8,7 @@ import os
 # threads, and on a busy machine two that wait for each other take a hundred times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -17,6 +18,10 @@ from starlette.testclient import TestClient
 from server.settings import Settings
 from tests.fakes import FakeModel
 from tests.server.live import Live, app_of, wait_until
+
+# Whoever starts the tests in the background may have them ignore Ctrl-C, also in the processes
+# that they start; some send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Serve = Callable[..., TestClient]
 ServeLive = Callable[..., Live]

@@ -27,7 +27,7 @@ ROW_BYTES = 8
 @dataclass
 class FakeModel:
     """Implements model.step.Model. Its logits follow from the last token alone: one letter is
-    much likelier than the rest. `raises_at` and `nan_at` are numbers of calls of `run`.
+    much likelier than the rest. `raises_at`, `nan_at` and `holds_at` are numbers of calls of `run`.
     """
 
     n_ctx: int = N_CTX
@@ -37,6 +37,7 @@ class FakeModel:
     delay: float = 0.0  # seconds that a step takes
     raises_at: int | None = None
     nan_at: int | None = None
+    holds_at: int | None = None  # that call waits for `may_run`
     runs: int = 0
     tokens: int = 0  # computed
     may_run: threading.Event = field(default_factory=threading.Event)  # clear it to hold a step
@@ -47,8 +48,10 @@ class FakeModel:
 
     def run(self, work: list[Work]) -> list[Draw]:
         self.runs += 1
+        if self.runs == self.holds_at:
+            self.may_run.clear()
         self.running.set()
-        if not self.may_run.wait(timeout=20):
+        if not self.may_run.wait(timeout=60):
             raise TimeoutError("nobody lets the model run")
         self.running.clear()
         time.sleep(self.delay)

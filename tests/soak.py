@@ -61,12 +61,16 @@ class Soak:
             for text in self.texts
         ]
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, each: int = 0) -> None:
+        """For so long, and until every action was taken `each` times."""
         threads = [threading.Thread(target=self._client, args=(i,)) for i in range(self.clients)]
         for thread in threads:
             thread.start()
         began = time.monotonic()
-        while (now := time.monotonic() - began) < seconds and not self.faults:
+        while not self.faults:
+            now = time.monotonic() - began
+            if now > seconds and min(self.counts[a.__name__] for a in ACTIONS) >= each:
+                break
             self.look()
             if self.pid is not None:
                 self.memory.append((now, resident(self.pid)))
@@ -152,16 +156,11 @@ class Soak:
 
     def _client(self, number: int) -> None:
         lot = random.Random(number)
-        actions: list[Callable[[Client], None]] = [
-            Client.whole, Client.stream, Client.stream, Client.uncached, Client.batch, Client.leave,
-            Client.leave, Client.leave_a_body, Client.cancel, Client.bad, Client.session,
-            Client.session, Client.fork, Client.sampled, Client.reset,
-        ]  # fmt: skip
         try:
             with httpx2.Client(base_url=self.url, trust_env=False, timeout=60) as http:
                 client = Client(self, number, http, lot)
                 while not self.leave.is_set():
-                    action = lot.choice(actions)
+                    action = lot.choice(ACTIONS)
                     action(client)
                     self.count(action.__name__)
         except BaseException as fault:
@@ -317,6 +316,13 @@ class Client:
             head += f"Content-Length: {len(body) + missing}\r\n\r\n"
             connection.sendall(head.encode() + body)
             yield connection
+
+
+ACTIONS: list[Callable[[Client], None]] = [
+    Client.whole, Client.stream, Client.stream, Client.uncached, Client.batch, Client.leave,
+    Client.leave, Client.leave_a_body, Client.cancel, Client.bad, Client.session,
+    Client.session, Client.fork, Client.sampled, Client.reset,
+]  # fmt: skip
 
 
 def joined(stream: str) -> JSON:

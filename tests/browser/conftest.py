@@ -57,7 +57,7 @@ def visit(browser: Browser) -> Iterator[Open]:
             window = {"width": 1200, "height": 900}
             context = browser.new_context(**cast(Any, {"viewport": window, **options}))
             stack.callback(context.close)
-            context.set_default_timeout(20_000)
+            context.set_default_timeout(60_000)
             page = context.new_page()
             page.on("pageerror", lambda error: faults.append(f"uncaught: {error}"))
             page.on("console", note)

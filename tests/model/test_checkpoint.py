@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -662,11 +662,13 @@ def test_b131_gpt2_vocabulary_is_named_where_it_is_missing(
 ) -> None:
     """Also where the network swallows the request instead of failing."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: time.sleep(5))
+    over = threading.Event()
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: over.wait(60))
     monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.1)
     path = nanogpt(tmp_path, vocab_size=50257)
     (tmp_path / FILE_NAME).unlink()
     message = refusal(path)
+    over.set()
     assert str(tmp_path / "cache" / tokenizer.GPT2_CACHE["vocab.bpe"]) in message
     assert "TIKTOKEN_CACHE_DIR" in message
     assert "vocab.json and merges.txt" in message

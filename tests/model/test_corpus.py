@@ -61,7 +61,7 @@ def stories_of(lengths: list[int]) -> list[np.ndarray[tuple[int], np.dtype[np.ui
     return [np.arange(a, b, dtype=np.uint16) for a, b in pairwise(starts)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(LENGTHS, st.integers(1, 10), st.integers(0, 3))
 def test_rows_are_pieces_of_stories_and_each_epoch_begins_every_piece_once(
     lengths: list[int], length: int, seed: int
@@ -86,7 +86,7 @@ def test_rows_are_pieces_of_stories_and_each_epoch_begins_every_piece_once(
         assert sorted(taken) == sorted(starts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(LENGTHS, st.integers(1, 10), st.integers(0, 30))
 def test_a_shelf_goes_on_from_any_place(lengths: list[int], length: int, n: int) -> None:
     shelf, again, other = (Shelf(stories_of(lengths), length, seed) for seed in (0, 0, 1))

@@ -108,8 +108,8 @@ def test_greedy_texts_in_one_batch_equal_hugging_face(small: Pair) -> None:
         Text(prompt(n, 211), **variant)
         for n, variant in zip((1, 200, 9, 60, 11), VARIANTS.values(), strict=True)
     ]
-    expected = [hf_generate(theirs, text.tokens, 200) for text in texts]
-    assert Driver(ours).generate(texts, 200) == expected
+    expected = [hf_generate(theirs, text.tokens, 100) for text in texts]
+    assert Driver(ours).generate(texts, 100) == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -147,21 +147,21 @@ def test_gpt2_logits_equal_both_oracles_to_the_end_of_the_window(gpt2: Pair) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_gpt2_greedy_texts_equal_hugging_face(gpt2: Pair) -> None:
-    """200 tokens, cached, in one batch of unequal lengths, one prompt computed row by row.
+    """30 tokens, cached, in one batch of unequal lengths, one prompt computed row by row; the small
+    network above writes longer ones.
 
     Token i of a greedy text is the best one after tokens[:i]; one pass over the finished text
     asks that of every i at once, of transformers and of ourselves without a cache.
     """
     theirs, ours = gpt2
-    texts = [Text(prompt(3, 50257)), Text(prompt(40, 50257)), Text(prompt(20, 50257), chunk=1)]
-    Driver(ours, n_rows=700).generate(texts, 200)
+    texts = [Text(prompt(3, 50257)), Text(prompt(40, 50257)), Text(prompt(9, 50257), chunk=1)]
+    Driver(ours, n_rows=200).generate(texts, 30)
     for text in texts:
-        assert len(set(text.made)) > 20
+        assert len(set(text.made)) > 10
         computed = text.tokens[:-1]
-        assert text.made == hf_choices(theirs, computed)[-200:]
-        assert text.made == full_pass(ours, computed).argmax(dim=-1).tolist()[-200:]
+        assert text.made == hf_choices(theirs, computed)[-30:]
+        assert text.made == full_pass(ours, computed).argmax(dim=-1).tolist()[-30:]
 
 
 def assert_close(found: Tensor, expected: Tensor | oracle.Array) -> None:

@@ -108,7 +108,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestPool.settings = settings(deadline=None, max_examples=30, stateful_step_count=30)
 
 
 def test_rows_that_are_taken_together_lie_together() -> None:

@@ -148,8 +148,8 @@ def mixture() -> list[Text]:
 
 
 def test_neighbours_do_not_matter(model: GPT) -> None:
-    together = Driver(model).generate(mixture(), 60)
-    alone = [Driver(model).generate([text], 60)[0] for text in mixture()]
+    together = Driver(model).generate(mixture(), 40)
+    alone = [Driver(model).generate([text], 40)[0] for text in mixture()]
     assert together == alone
     assert len({tuple(text) for text in together}) == len(together)
 
@@ -160,7 +160,7 @@ def test_a_poisoned_pool_changes_nothing(model: GPT) -> None:
     answers = []
     for poison in (np.nan, 0.0):
         driver, texts = Driver(model, poison=poison), mixture()
-        draws = [driver.step(texts) for _ in range(60)]
+        draws = [driver.step(texts) for _ in range(40)]
         answers.append((draws, [text.tokens for text in texts]))
     assert answers[0] == answers[1]
     assert not any(draw.failed for draws in answers[0][0] for draw in draws)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,7 +180,7 @@ def test_long_runs_are_fast(either: Tokenizer, run: str) -> None:
     text = run * 100_000
     began = time.perf_counter()
     tokens = either.encode(text)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 20  # a tenth of a second; for ever, if it was quadratic
     assert either.decode(tokens) == text
 
 
@@ -403,8 +404,10 @@ def test_offline_names_the_file_that_is_missing(offline: Path, gpt2: Tokenizer) 
 def test_a_network_that_swallows_packets_does_not_hang(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: time.sleep(5))
+    over = threading.Event()
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: over.wait(60))
     monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.05)
     began = time.perf_counter()
     assert "TimeoutError" in refusal(lambda _: Tokenizer.gpt2(), offline)
-    assert time.perf_counter() - began < 4
+    assert time.perf_counter() - began < 30
+    over.set()

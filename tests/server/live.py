@@ -30,7 +30,7 @@ def app_of(model: FakeModel, **settings: object) -> FastAPI:
     return create_app(Settings.load(**given), loads(model, rows=rows))
 
 
-def wait_until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come true"
@@ -61,14 +61,14 @@ class Live:
     def __enter__(self) -> Self:
         self.thread.start()
         wait_until(lambda: self.worker.state != "loading")
-        self.client = httpx2.Client(base_url=self.url, trust_env=False, timeout=20)
+        self.client = httpx2.Client(base_url=self.url, trust_env=False, timeout=60)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.client.close()
         self.model.may_run.set()
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     @property
@@ -87,7 +87,7 @@ class Live:
     ) -> socket.socket:
         lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))}
         head = "".join(f"{k}: {v}\r\n" for k, v in {**lines, **headers}.items() if v)
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
         return connection
 

@@ -16,7 +16,7 @@ from tests.server.live import Live, wait_until
 
 @pytest.fixture
 def model() -> FakeModel:
-    return FakeModel()
+    return FakeModel(n_ctx=4096)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def live(serve_live: ServeLive, model: FakeModel) -> Live:
 
 @pytest.fixture
 def client(live: Live) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -72,13 +72,13 @@ def test_errors_have_their_types(client: OpenAI) -> None:
     create = client.completions.create
     with pytest.raises(openai.NotFoundError):
         create(model="no-such-model", prompt="ab")
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 64"):
-        create(model="fake", prompt="ab" * 100)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096"):
+        create(model="fake", prompt="ab" * 5000)
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         create(model="fake", prompt="ab", temperature=5)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError):
-        create(model="fake", prompt="ab" * 100, stream=True)
+        create(model="fake", prompt="ab" * 5000, stream=True)
 
 
 def test_b097_overload_and_the_clients_own_retries(client: OpenAI, model: FakeModel) -> None:
@@ -97,7 +97,7 @@ def test_b052_closing_a_stream_frees_it(client: OpenAI, live: Live, model: FakeM
     model.delay = 0.01
     for _ in range(3):
         stream = client.completions.create(
-            model="fake", prompt="ab", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            model="fake", prompt="ab", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
         stream.close()
@@ -108,8 +108,8 @@ def test_b052_closing_a_stream_frees_it(client: OpenAI, live: Live, model: FakeM
 def test_b053_a_client_timeout_frees_it(client: OpenAI, live: Live, model: FakeModel) -> None:
     model.delay = 0.02
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.1).completions.create(
-            model="fake", prompt="ab", max_tokens=60, extra_body={"ignore_eos": True}
+        client.with_options(timeout=0.5).completions.create(
+            model="fake", prompt="ab", max_tokens=4000, extra_body={"ignore_eos": True}
         )
     wait_until(lambda: live.worker.open == 0 and live.snapshot.running == 0)
     wait_until(lambda: live.outcomes() == {"cancelled": 1})

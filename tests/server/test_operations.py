@@ -244,13 +244,13 @@ class TestMetrics:
         assert client.post("/v1/completions", json=complete_stream).is_success
         seen = samples(client)
         assert seen["onerow_time_to_first_token_seconds_count"] == 3
-        assert 0.06 <= seen["onerow_time_to_first_token_seconds_sum"] < 5
+        took = seen["onerow_request_duration_seconds_sum"]
+        assert 0.06 <= seen["onerow_time_to_first_token_seconds_sum"] < took
         for name in ("request_duration_seconds", "queue_seconds", "request_prompt_tokens"):
             assert seen[f"onerow_{name}_count"] == 4
         assert seen["onerow_request_prompt_tokens_sum"] == 13
         assert seen["onerow_request_generation_tokens_sum"] == 9
         assert seen["onerow_generation_tokens_total"] == 9
-        assert seen["onerow_request_duration_seconds_sum"] >= 0.06
 
     def test_time_per_output_token_is_that_between_two(self, serve: Serve) -> None:
         client = serve(FakeModel(delay=0.02))
@@ -258,7 +258,9 @@ class TestMetrics:
         complete(client, max_tokens=4, n=2)
         seen = samples(client)
         assert seen["onerow_time_per_output_token_seconds_count"] == 2, "one for each choice"
-        assert 0.04 <= seen["onerow_time_per_output_token_seconds_sum"] < 1
+        # Two of the four tokens' five steps; it would be more than all of them in sum, not in mean.
+        took = seen["onerow_request_duration_seconds_sum"]
+        assert 0.04 <= seen["onerow_time_per_output_token_seconds_sum"] < took
 
     def test_steps_and_what_is_computed_in_them(self, client: TestClient) -> None:
         complete(client, max_tokens=5)
@@ -269,9 +271,9 @@ class TestMetrics:
         assert seen["onerow_step_tokens_sum"] == seen["onerow_rows_computed_total"]
 
     def test_b112_also_when_it_did_not_end_well(self, serve: Serve) -> None:
-        client = serve(FakeModel(delay=0.02), request_timeout=0.1)
+        client = serve(FakeModel(delay=0.02, n_ctx=4096), request_timeout=0.6)
         for stream in (False, True):
-            client.post("/v1/completions", json={"max_tokens": 60, "stream": stream})
+            client.post("/v1/completions", json={"max_tokens": 4000, "stream": stream})
         seen = samples(client)
         assert seen["onerow_requests_total{outcome=timeout}"] == 2
         assert seen["onerow_time_to_first_token_seconds_count"] == 2

@@ -183,15 +183,18 @@ class TestInspect:
                 self.inspections.append(self.runs)
                 return super().inspect(*args)  # type: ignore[arg-type]
 
-        model = Slow(delay=0.005)
+        model = Slow()
         live = serve_live(model)
+        model.holds_at = model.runs + 2
         with ThreadPoolExecutor(8) as pool:
             running = pool.submit(live.complete, prompt="abcd", max_tokens=40, temperature=0)
-            wait_until(lambda: live.snapshot.rows_running)
+            wait_until(lambda: model.runs == model.holds_at)
             asked = [
                 pool.submit(live.client.post, "/v1/inspect", json={"prompt": "abcd"})
                 for _ in range(20)
             ]
+            model.delay = 0.005  # so that some come while it runs
+            model.may_run.set()
             assert all(answer.result().status_code == 200 for answer in asked)
             text = running.result().json()["choices"][0]["text"]
         assert text == alone["choices"][0]["text"]

@@ -155,15 +155,14 @@ def check_same(one: tuple[list[JSON], JSON], other: tuple[list[JSON], JSON]) -> 
 def test_b038_b057_b064_over_many_combinations(serve_live: ServeLive, model: TinyModel) -> None:
     live = serve_live(model)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(options)
     def check(body: JSON) -> None:
         alone = whole(live, body)
-        check_same(whole(live, body), streamed(live, body))
+        check_same(alone, streamed(live, body))
         with company(live):
-            for _ in range(2):
-                check_same(streamed(live, body), (copies := whole(live, body)))
-        check_same(alone, copies)
+            check_same(alone, streamed(live, body))
+            check_same(alone, whole(live, body))
 
     check()
     assert live.outcomes().keys() <= {"stop", "length"}
@@ -175,5 +174,5 @@ def test_best_of_in_company(serve_live: ServeLive, model: TinyModel) -> None:
     body = {"prompt": "ab", "best_of": 8, "n": 2, "seed": 3, "max_tokens": 12}
     alone = whole(live, body)
     with company(live):
-        for _ in range(5):
+        for _ in range(3):
             assert whole(live, body)[0] == alone[0]

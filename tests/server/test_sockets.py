@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -15,11 +16,14 @@ import httpx2
 import pytest
 
 from model.step import Draw, Work
+from server.api import bodies
 from tests.conftest import ServeLive
 from tests.fakes import FakeModel
 from tests.server.live import Live, events, wait_until
 
 LONG = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+WINDOW = 4096
+ENDLESS = {**LONG, "max_tokens": 4000}  # nobody waits so long: it ends because it is cancelled
 
 
 def read_until(connection: socket.socket, word: bytes) -> bytes:
@@ -48,7 +52,7 @@ class PerToken(FakeModel):
 
 
 def slow(delay: float = 0.01) -> FakeModel:
-    return FakeModel(delay=delay)
+    return FakeModel(delay=delay, n_ctx=WINDOW)
 
 
 def gone(live: Live) -> bool:
@@ -80,19 +84,19 @@ class TestDisconnect:
     def test_b052_b053_in_the_middle(self, serve_live: ServeLive, stream: bool) -> None:
         model = slow()
         live = serve_live(model)
-        connection = live.send(**LONG, stream=stream)
+        connection = live.send(**ENDLESS, stream=stream)
         wait_until(lambda: live.snapshot.generated_tokens_total >= 3)
         connection.close()
         wait_until(lambda: gone(live))
         generated = live.snapshot.generated_tokens_total
-        assert generated < 40
+        assert generated < 4000
         assert live.outcomes() == {"cancelled": 1}, "and tokens generated before it are counted"
         assert live.snapshot.generated_tokens_total == generated
 
     def test_b052_while_waiting_in_line(self, serve_live: ServeLive) -> None:
         model = slow()
         live = serve_live(model, max_running=1)
-        first = live.send(**LONG, stream=True)
+        first = live.send(**ENDLESS, stream=True)
         wait_until(lambda: live.snapshot.running == 1)
         others = [live.send(**LONG, stream=s) for s in (True, False, True)]
         wait_until(lambda: live.snapshot.waiting == 3)
@@ -107,7 +111,7 @@ class TestDisconnect:
 
     def test_b014_while_waiting_for_its_session(self, serve_live: ServeLive) -> None:
         live = serve_live(slow())
-        first = live.send(**LONG, stream=True, session_id="s")
+        first = live.send(**ENDLESS, stream=True, session_id="s")
         wait_until(lambda: live.snapshot.running == 1)
         others = [live.send(**LONG, stream=s, session_id="s") for s in (True, False)]
         lines = live.app.state.service.lines
@@ -122,24 +126,22 @@ class TestDisconnect:
         assert live.outcomes() == {"cancelled": 3, "length": 1}
 
     def test_b052_in_prefill(self, serve_live: ServeLive) -> None:
-        model = slow(0.03)
-        live = serve_live(model, max_running=1, step_tokens=2)
-        connection = live.send(prompt="a" * 60, max_tokens=2, stream=True)
+        live = serve_live(slow(), max_running=1, step_tokens=2)
+        connection = live.send(prompt="a" * 4000, max_tokens=2, stream=True)
         wait_until(lambda: live.snapshot.rows_computed_total > 2)
         connection.close()
         wait_until(lambda: gone(live))
         assert live.snapshot.generated_tokens_total == 0
-        assert live.snapshot.rows_computed_total < 60
+        assert live.snapshot.rows_computed_total < 4000
 
     def test_b052_b110_many(self, serve_live: ServeLive) -> None:
         live = serve_live(slow(0.002), max_queue=100)
-        connections = [live.send(**LONG, stream=i % 2 == 0) for i in range(20)]
+        connections = [live.send(**ENDLESS, stream=i % 2 == 0) for i in range(20)]
         wait_until(lambda: live.snapshot.generated_tokens_total > 5)
         for connection in connections:
             connection.close()
         wait_until(lambda: gone(live))
-        wait_until(lambda: sum(live.outcomes().values()) == 20)
-        assert live.outcomes()["cancelled"] >= 15
+        wait_until(lambda: live.outcomes() == {"cancelled": 20})
         assert live.complete(**LONG).is_success
 
     def test_a_client_that_leaves_after_the_end_cancels_nothing(
@@ -161,12 +163,13 @@ class TestDisconnect:
 
 
 class TestStalledReader:
-    def open_one(self, live: Live) -> socket.socket:
+    def open_one(self, live: Live, **more: object) -> socket.socket:
         """A stream whose reader takes nothing: its buffers fill, and the send waits."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         connection.connect(("127.0.0.1", live.port))
-        body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 60, "temperature": 1})
+        asked = {**LONG, "stream": True, "logprobs": 20, "n": 60, "temperature": 1}
+        body = json.dumps({**asked, **more})
         head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
         return connection
@@ -175,28 +178,25 @@ class TestStalledReader:
         live = serve_live(slow(0.001), max_running=32, step_tokens=512)
         stalled = self.open_one(live)
         wait_until(lambda: live.worker.open > 30)
-        began = time.monotonic()
         assert live.client.get("/health").is_success
         assert live.complete(prompt="x", max_tokens=2).is_success
-        wait_until(lambda: gone(live), 30)
-        assert time.monotonic() - began < 30
+        wait_until(lambda: gone(live))
         stalled.close()
         wait_until(lambda: sum(live.outcomes().values()) == 2)
 
     def test_its_client_may_leave(self, serve_live: ServeLive) -> None:
-        live = serve_live(slow(0.02), max_running=32, step_tokens=512)
-        stalled = self.open_one(live)
+        live = serve_live(slow(0.05), rows=10_000, max_running=32, step_tokens=512)
+        stalled = self.open_one(live, max_tokens=200)
         wait_until(lambda: live.snapshot.generated_tokens_total > 200)
         stalled.close()
         wait_until(lambda: gone(live))
-        assert live.snapshot.generated_tokens_total < 60 * 60
         assert live.outcomes() == {"cancelled": 1}
 
 
 class TestStream:
     def test_b048_headers_at_once_and_comments_after_a_silence(self, serve_live: ServeLive) -> None:
         model = FakeModel()
-        live = serve_live(model, keepalive_comment=0.1)
+        live = serve_live(model, keepalive_comment=1.0)  # longer than a busy machine pauses
         model.may_run.clear()
         connection = live.send(prompt="ab", max_tokens=2, stream=True)
         head = read_until(connection, b"\r\n\r\n")
@@ -215,15 +215,20 @@ class TestStream:
         response = live.complete(**LONG, stream=True)
         assert ":" not in {line[:1] for line in response.text.split("\n")}
 
-    def test_one_event_per_token_in_many_reads(self, serve_live: ServeLive) -> None:
-        live = serve_live(slow(0.01))
-        reads = []
+    def test_one_event_per_token_as_it_comes(self, serve_live: ServeLive) -> None:
+        """Three tokens are read while the model waits for leave to compute the fourth."""
+        model = FakeModel()
+        live = serve_live(model)
+        model.holds_at = model.runs + 4
+        seen = ""
         with live.client.stream(
             "POST", "/v1/completions", json={**LONG, "stream": True}
         ) as response:
-            reads = [part for part in response.iter_bytes() if part]
-        assert len(reads) >= 30
-        assert len(events(b"".join(reads).decode())) == 61
+            for part in response.iter_text():
+                seen += part
+                if seen.count("data: ") == 3:
+                    model.may_run.set()
+        assert len(events(seen)) == 61
 
     def test_the_connection_is_kept(self, serve_live: ServeLive) -> None:
         live = serve_live()
@@ -258,11 +263,13 @@ class TestBody:
         connection.close()
 
     def test_b122_one_byte_at_a_time(self, serve_live: ServeLive) -> None:
+        """Bytes that keep coming do not put off the end of its time."""
         live = serve_live(body_timeout=0.3)
         connection = live.send_raw(b'{"prompt"', {"Content-Length": "1000"})
-        for _ in range(5):
+        for _ in range(900):
+            if select.select([connection], [], [], 0.02)[0]:
+                break
             connection.sendall(b" ")
-            time.sleep(0.02)
         seen = read_until(connection, b"}}")
         assert b" 408 " in seen
         assert b'"code":"request_timeout"' in seen
@@ -281,7 +288,7 @@ class TestBody:
     def test_b122_a_head_without_end(self, serve_live: ServeLive, line: bytes) -> None:
         """In one header, or in many."""
         live = serve_live()
-        connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-B: ")
         sent = 0
         with suppress(ConnectionError):
@@ -301,10 +308,10 @@ class TestBody:
     def test_b122_a_head_that_takes_for_ever(
         self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("server.protocol.SECONDS", 0.2)
+        monkeypatch.setattr("server.protocol.SECONDS", 1.0)  # longer than a busy machine pauses
         live = serve_live()
-        silent = socket.create_connection(("127.0.0.1", live.port), timeout=10)
-        slow_one = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+        silent = socket.create_connection(("127.0.0.1", live.port), timeout=60)
+        slow_one = socket.create_connection(("127.0.0.1", live.port), timeout=60)
         slow_one.sendall(b"GET /health HTTP/1.1\r\n")
         assert silent.recv(1) == slow_one.recv(1) == b""
         later = live.send_raw(b'{"prompt": "ab"}', path="/tokenize")
@@ -323,21 +330,17 @@ class TestBody:
 
 class TestLoad:
     def test_b099_health_while_the_model_is_busy(self, serve_live: ServeLive) -> None:
-        model = slow(0.2)
+        """Nobody waits for a step: they are answered in the middle of one that does not end."""
+        model = FakeModel()
         live = serve_live(model)
+        model.holds_at = model.runs + 2
         with ThreadPoolExecutor() as pool:
             running = [pool.submit(live.complete, **{**LONG, "max_tokens": 4}) for _ in range(4)]
-            wait_until(lambda: live.snapshot.running)
-            times = []
-            while not all(future.done() for future in running):
-                for path in ("/health", "/metrics", "/v1/cache"):
-                    began = time.monotonic()
-                    assert live.client.get(path).is_success
-                    times.append(time.monotonic() - began)
+            wait_until(lambda: model.runs == model.holds_at)
+            for path in ("/health", "/metrics", "/v1/cache"):
+                assert live.client.get(path).is_success
+            model.may_run.set()
             assert all(future.result().is_success for future in running)
-        assert len(times) > 10
-        # The machine that runs the tests is shared, so not every single one is held to it.
-        assert sorted(times)[int(len(times) * 0.9)] < 0.1
 
     @pytest.mark.parametrize("use_cache", [True, False])
     def test_b101_long_prompts_do_not_stall_running_streams(
@@ -346,73 +349,78 @@ class TestLoad:
         """Each token costs time here. A step takes no more of them than its budget, so that is
         what bounds the gap in a stream; and a short prompt does not wait for long ones.
         """
-        model = PerToken()
-        live = serve_live(model, max_running=16, step_tokens=32)
-        streams = [live.send(**LONG, stream=True) for _ in range(5)]
+        model = PerToken(n_ctx=WINDOW)
+        live = serve_live(model, rows=30_000, max_running=16, step_tokens=32)
+        streams = [live.send(**ENDLESS, stream=True) for _ in range(5)]
         wait_until(lambda: live.snapshot.running == 5)
         model.longest = 0
-        others = [live.send(prompt="x" * 60, max_tokens=4, use_cache=use_cache) for _ in range(4)]
+        others = [live.send(prompt="x" * 2000, max_tokens=4, use_cache=use_cache) for _ in range(4)]
         wait_until(lambda: live.snapshot.running > 5)
         assert live.complete(prompt="y", max_tokens=1).is_success
         assert live.snapshot.running > 5, "the long ones are not done yet"
+        before = live.snapshot.generated_tokens_total
+        wait_until(lambda: live.snapshot.generated_tokens_total > before + 20)
+        assert live.snapshot.running > 5, "and the streams flow beside them"
         for connection in (*streams, *others):
-            read_until(connection, b"0\r\n\r\n" if connection in streams else b"}}")
             connection.close()
         assert 20 < model.longest <= 32
 
-    def test_b100_large_texts_are_encoded_off_the_loop(
+    def test_b100_b123_large_bodies_are_parsed_encoded_and_decoded_off_the_loop(
         self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         live = serve_live()
         assert live.worker.served
-        tokenizer = live.worker.served.tokenizer
-        threads = []
-        encode = type(tokenizer).encode
+        kind = type(live.worker.served.tokenizer)
+        threads: list[str] = []
 
-        def noted(self: object, text: str, *, special: bool = False) -> list[int]:
-            threads.append(threading.current_thread().name)
-            return encode(tokenizer, text, special=special)
+        def note(owner: object, name: str) -> None:
+            work = getattr(owner, name)
 
-        monkeypatch.setattr(type(tokenizer), "encode", noted)
-        for prompt in ("ab", "ab" * 10_000):
-            assert live.client.post("/tokenize", json={"prompt": prompt}).is_success
-        assert threads[0] != threads[1]
-        assert threads[0] == live.thread.name
+            def noted(*args: object, **keywords: object) -> object:
+                threads.append(threading.current_thread().name)
+                return work(*args, **keywords)
 
-    def test_b100_b123_health_while_ten_large_bodies_are_parsed(
+            monkeypatch.setattr(owner, name, noted)
+
+        for owner, name, path, field, unit in (
+            (bodies, "_parse", "/v1/completions", "prompt", [97]),
+            (kind, "encode", "/tokenize", "prompt", "ab"),
+            (kind, "decode", "/detokenize", "tokens", [97]),
+        ):
+            note(owner, name)
+            for n in (1, 10_000):
+                live.client.post(path, json={field: unit * n})
+            monkeypatch.undo()
+            on, off = dict.fromkeys(threads)
+            assert on == live.thread.name
+            assert off.startswith("aside")
+            threads.clear()
+
+    def test_b100_b123_health_while_ten_large_texts_are_encoded(
         self, serve_live: ServeLive
     ) -> None:
-        live = serve_live(slow(0.05))
-        text = json.dumps({"prompt": "^a " * 300_000}).encode()
-        ids = json.dumps({"prompt": [97] * 250_000}).encode()
-        tokens = json.dumps({"tokens": [97] * 250_000}).encode()
-        times = []
-        for path, body in (
-            ("/tokenize", text), ("/v1/completions", text), ("/v1/completions", ids),
-            ("/detokenize", tokens),
-        ):  # fmt: skip
-            connections = [live.send_raw(body, path=path) for _ in range(10)]
-            for connection in connections:
-                for _ in range(3):
-                    began = time.monotonic()
-                    assert live.client.get("/health").is_success
-                    times.append(time.monotonic() - began)
-                assert status(connection) == (400 if path == "/v1/completions" else 200)
-                connection.close()
-        # The machine that runs the tests is shared, so not every single one is held to it.
-        assert sorted(times)[int(len(times) * 0.9)] < 0.1
+        """They take a while, and health is answered far more often than one of them is ready."""
+        live = serve_live()
+        body = json.dumps({"prompt": "^a " * 100_000}).encode()
+        connections = [live.send_raw(body, path="/tokenize") for _ in range(10)]
+        answered = 0
+        while len(select.select(connections, [], [], 0)[0]) < 10:
+            assert live.client.get("/health").is_success
+            answered += 1
+        assert answered > 40
+        for connection in connections:
+            assert status(connection) == 200
+            connection.close()
 
     def test_b102_a_refusal_is_fast(self, serve_live: ServeLive) -> None:
-        model = slow(0.2)
+        """It does not even wait for the step that runs."""
+        model = FakeModel()
         live = serve_live(model, max_running=1, max_queue=0)
+        model.holds_at = model.runs + 2
         connection = live.send(**LONG, stream=True)
-        wait_until(lambda: live.snapshot.running == 1)
-        times = []
-        for _ in range(10):
-            began = time.monotonic()
-            assert live.complete(prompt="ab").status_code == 429
-            times.append(time.monotonic() - began)
-        assert sorted(times)[5] < 0.1
+        wait_until(lambda: model.runs == model.holds_at)
+        assert live.complete(prompt="ab").status_code == 429
+        model.may_run.set()
         connection.close()
 
     def test_b102_b097_a_full_queue_says_429(self, serve_live: ServeLive) -> None:
@@ -423,7 +431,7 @@ class TestLoad:
 
         async def burst() -> list[httpx2.Response]:
             async with httpx2.AsyncClient(
-                base_url=live.url, trust_env=False, limits=limits, timeout=30
+                base_url=live.url, trust_env=False, limits=limits, timeout=60
             ) as client:
                 body = {"prompt": "ab", "max_tokens": 2}
                 calls = [

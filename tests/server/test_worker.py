@@ -37,7 +37,7 @@ def call(name: str, choices: int = 1, max_tokens: int = 3, prompt: str = "ab") -
     return [Request(name, i, ids, max_tokens, sampling=greedy) for i in range(choices)]
 
 
-async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110  # what it waits for happens in a thread
             await asyncio.sleep(0.001)
@@ -52,7 +52,7 @@ async def running(
     if wait:
         await until(lambda: worker.state is not State.LOADING)
     yield worker
-    assert await asyncio.to_thread(worker.stop, 10)
+    assert await asyncio.to_thread(worker.stop, 60)
 
 
 async def read(mailbox: Mailbox) -> list[Delta]:
@@ -211,7 +211,7 @@ def test_an_abort_of_the_only_call_is_seen_in_the_snapshot_without_a_step() -> N
     async def main() -> None:
         model = FakeModel()
         async with running(lambda: engine_of(model)) as worker:
-            model.delay = 0.02
+            model.delay = 0.05
             worker.submit(call("a", max_tokens=50))
             await until(lambda: worker.snapshot.running == 1)
             worker.abort("a")
@@ -272,7 +272,7 @@ def test_b028_a_fault_of_the_engine_ends_every_call_and_is_final() -> None:
 
 def test_end_all_fails_what_is_open_after_what_has_come() -> None:
     async def main() -> None:
-        model = FakeModel()
+        model = FakeModel(holds_at=4)
         async with running(lambda: engine_of(model)) as worker:
             mailbox = worker.submit(call("a", max_tokens=50))
             await until(lambda: mailbox.waiting)
@@ -283,6 +283,7 @@ def test_end_all_fails_what_is_open_after_what_has_come() -> None:
                 await mailbox.take()
             with pytest.raises(CallFailed, match="bye"):
                 await mailbox.take()
+            model.may_run.set()
             await until(lambda: worker.snapshot.running == 0)
 
     asyncio.run(main())

@@ -270,7 +270,7 @@ def _rows(asked: Request, answer: Answer) -> int:
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

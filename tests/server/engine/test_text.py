@@ -126,7 +126,7 @@ STOPS = st.lists(st.text("abé日\ufffd", min_size=1, max_size=4), max_size=16)
 
 @given(PIECES, STOPS)
 @example([b"a", b"\xc3"], ["a\ufffd"])
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 def test_any_text_with_any_stops_equals_decoding_all_of_it_again(
     pieces: list[bytes], stops: list[str]
 ) -> None:

@@ -6,7 +6,11 @@ import asyncio
 import os
 import signal
 import threading
+import time
+from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,38 +40,59 @@ def measure_all(url: str, load: Load, repeats: int = 2, seconds: float = 1e9) ->
     return measure(lambda: Client(url, "fake"), work, BOTH, seed=0)
 
 
+def answer_once_there_are(
+    n: int, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, patience: float = 10.0
+) -> None:
+    """The first answers come when `n` requests have, or when the others are not to be expected."""
+    complete, come = fake.complete, asyncio.Event()
+
+    async def held(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        if len(fake.bodies) == n:
+            come.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(come.wait(), patience)
+        await complete(writer, body)
+
+    monkeypatch.setattr(fake, "complete", held)
+
+
 class TestLoops:
     def test_b114_waiting_inside_the_load_generator_is_counted(self, fake: FakeServer) -> None:
         """500 ms of service, 10 arrivals a second, one place: what a queue at a counter takes."""
         fake.script = partial(answer, first=0.5)
         record = play_once(fake.url, Load(4, tokens=1, rate=10.0, concurrency=1, talks=5))
         assert fake.most_at_once == 1
-        free, expected = 0.0, []
-        for talk in record.run.talks:
-            assert talk.due is not None
-            free = max(free, talk.due) + 0.5
-            expected.append(free - talk.due)
-        excess = np.array([s.e2e for s in record.samples]) - expected
-        assert (excess > -0.01).all()
-        assert excess.mean() < 0.3  # of a machine that has other things to do
+        assert [s.due for s in record.samples] == [t.due for t in record.run.talks]
+        free, idle = 0.0, []  # when the place is free, and how long nobody takes it then
+        for sample in record.samples:
+            idle.append(sample.sent - max(free, sample.due))
+            free = sample.end
+        assert min(idle) > -0.01
+        assert np.median(idle) < 0.25  # the median, for the machine may have other things to do
         assert all(s.service >= 0.49 for s in record.samples)
-        assert record.samples[-1].e2e > 1.5 > 1.0 > np.median([s.service for s in record.samples])
+        assert record.samples[-1].e2e > 2 * np.median([s.service for s in record.samples])
         [cell] = figures.cells(Measurement([record]))
         assert cell.as_json()["mode"] == "open loop"
 
-    def test_an_open_loop_does_not_wait_for_answers(self, fake: FakeServer) -> None:
-        fake.script = partial(answer, first=0.5)
+    def test_an_open_loop_does_not_wait_for_answers(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer_once_there_are(10, fake, monkeypatch)
         record = play_once(fake.url, Load(4, tokens=1, rate=50.0, concurrency=None, talks=10))
-        assert fake.most_at_once >= 8
-        assert record.wall < 1.5
-        assert [s.due for s in record.samples] == [t.due for t in record.run.talks]
+        assert fake.most_at_once == 10
+        assert {s.due for s in record.samples} == {t.due for t in record.run.talks}
 
-    def test_a_closed_loop_keeps_so_many_busy(self, fake: FakeServer) -> None:
+    def test_a_closed_loop_keeps_so_many_busy(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer_once_there_are(3, fake, monkeypatch)
         fake.script = partial(answer, first=0.1)
         record = play_once(fake.url, Load(4, tokens=1, concurrency=3, talks=9))
         assert fake.most_at_once == 3
         assert record.wall >= 0.3
-        assert 0.1 <= np.median([s.e2e for s in record.samples]) < 0.3  # none waits for another
+        # Each is due when it has a place: none of its time is another's.
+        assert np.median([s.lateness for s in record.samples]) < 0.05
+        assert all(s.service >= 0.1 for s in record.samples)
 
     def test_a_further_turn_holds_all_that_was_said(self, fake: FakeServer) -> None:
         record = play_once(fake.url, Load(7, tokens=2, turns=3, talks=1))
@@ -108,10 +133,16 @@ class TestMeasure:
             assert cell.tokens_per_second is not None
             assert cell.tokens_per_second.median == 0
 
-    def test_no_repeat_that_would_end_too_late(self, fake: FakeServer) -> None:
-        fake.script = partial(answer, first=0.05)
-        measurement = measure_all(fake.url, Load(4, tokens=1), repeats=50, seconds=1.0)
-        assert 1 < measurement.repeats < 8
+    def test_no_repeat_that_would_end_too_late(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a clock by which each of the four requests of a repeat takes a second."""
+        clock = SimpleNamespace(
+            perf_counter=lambda: float(len(fake.bodies)), process_time=time.process_time
+        )
+        monkeypatch.setattr("server.loadtest.measurement.time", clock)
+        measurement = measure_all(fake.url, Load(4, tokens=1), repeats=50, seconds=15.0)
+        assert measurement.repeats == 3  # and 2 s of warm-up
         assert {r.run.repeat for r in measurement.records} == {*range(1, measurement.repeats + 1)}
 
     def test_one_repeat_there_is_in_any_case(self, fake: FakeServer) -> None:
@@ -127,11 +158,11 @@ class TestMeasure:
             return answer(body, first=30.0 if len(fake.bodies) >= 5 else 0.0)
 
         fake.script = slow_from_the_fifth
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        before = signal.signal(number, signal.default_int_handler)
         try:
             measurement = measure_all(fake.url, Load(4, tokens=1, talks=1), repeats=9)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(number, before)
         assert measurement.interrupted
         assert len(measurement.samples) == 2
         assert not measurement.failures
@@ -146,7 +177,8 @@ class TestClientItself:
         assert record.events == 128 * 8
         assert cell.ms_per_event is not None
         assert cell.cpu_share is not None
-        assert 0 < cell.ms_per_event < 5  # of CPU; the server's share, in this process, included
+        # Milliseconds of CPU; the share of the server, in this process, included.
+        assert 0 < cell.ms_per_event < 10
         assert 0 < cell.cpu_share < 2  # two threads: the server's is one
         assert cell.lag is not None
 
@@ -158,6 +190,11 @@ class TestClientItself:
         assert "95% of a CPU" in " ".join(cell.warnings)
 
     def test_its_schedule_is_kept(self, fake: FakeServer) -> None:
-        record = play_once(fake.url, Load(4, tokens=1, rate=100.0, concurrency=None, talks=50))
-        assert np.median([s.lateness for s in record.samples]) < 0.05
-        assert all(s.lateness >= 0 for s in record.samples)
+        """Nobody waits for the answers, which take longer than the pauses, and delays do not add
+        up: among the last ten some are sent on time, though the machine may pause now and then.
+        """
+        fake.script = partial(answer, first=0.5)
+        record = play_once(fake.url, Load(4, tokens=1, rate=10.0, concurrency=None, talks=20))
+        by_due = sorted(record.samples, key=lambda s: s.due)
+        assert min(s.lateness for s in by_due[10:]) < 0.05
+        assert all(s.lateness >= 0 for s in by_due)

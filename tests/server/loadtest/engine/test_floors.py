@@ -86,6 +86,6 @@ class TestCeilings:
         before = torch.get_num_threads()
         found = ceilings.measure(1, "cpu")
         assert torch.get_num_threads() == before
-        assert 1e8 < found.bandwidth < 1e12
-        assert 1e8 < found.matmul["float32"] < 1e13
+        assert 1e6 < found.bandwidth < 1e12
+        assert 1e6 < found.matmul["float32"] < 1e13
         assert found.as_json()["read_GB_s"] == pytest.approx(found.bandwidth / 1e9, abs=0.01)
