@@ -244,7 +244,8 @@ INLINE Floats widened(const char *bytes) {
 #endif
 }
 
-// The weights of input `at` + `u` for `p` panels; `at` is a multiple of STRIDE, `u` below it.
+// The weights of input `at` + `u` for `p` panels; `at` is even, so that `u` alone tells which of a
+// pair.
 INLINE void load(int p, int type, const char *w, long panel, long at, int u,
                  Floats weights[GROUP * VECTORS]) {
 #pragma GCC unroll 16

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model import kernel
+from model.packed import PackedLinear
+
 SECONDS = 1.0  # of each measurement; its best moment counts
 READ_BYTES, MOST_BYTES = 2**28, 2**32  # by a thread, far more than a cache holds; by all
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -92,9 +95,13 @@ def _matmuls(device: str) -> dict[str, float]:
 
 
 def _multiply(n: int, dtype: torch.dtype, device: str) -> float:
+    """By torch or, in float32 on a CPU, by our own kernels, if those are faster."""
     a = torch.ones(n, n, dtype=dtype, device=device)
     product = torch._int_mm if dtype is torch.int8 else torch.matmul
-    return _best(partial(_finished, partial(product, a, a)), 2 * n**3)
+    speed = _best(partial(_finished, partial(product, a, a)), 2 * n**3)
+    if device == "cpu" and dtype is torch.float32 and kernel.library():
+        speed = max(speed, _best(partial(PackedLinear(a, None, None), a), 2 * n**3))
+    return speed
 
 
 def _finished(operation: Callable[[], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The least time of a cell, against the numbers of the issue and of a hand; the ceilings."""
+"""The least time of a cell, against numbers that were worked out by hand; the ceilings."""
 
 from __future__ import annotations
 
