@@ -37,21 +37,24 @@ class FakeModel:
     delay: float = 0.0  # seconds that a step takes
     raises_at: int | None = None
     nan_at: int | None = None
-    holds_at: int | None = None  # that call waits for `may_run`
+    holds_at: int | None = None  # calls before that one do not wait for `may_run`
     runs: int = 0
     tokens: int = 0  # computed
     may_run: threading.Event = field(default_factory=threading.Event)  # clear it to hold a step
     running: threading.Event = field(default_factory=threading.Event)  # set while a step is held
 
     def __post_init__(self) -> None:
-        self.may_run.set()
+        if self.holds_at is None:
+            self.may_run.set()
+
+    def hold_at(self, run: int) -> None:
+        self.holds_at = run
+        self.may_run.clear()
 
     def run(self, work: list[Work]) -> list[Draw]:
         self.runs += 1
-        if self.runs == self.holds_at:
-            self.may_run.clear()
         self.running.set()
-        if not self.may_run.wait(timeout=60):
+        if self.runs >= (self.holds_at or 0) and not self.may_run.wait(timeout=60):
             raise TimeoutError("nobody lets the model run")
         self.running.clear()
         time.sleep(self.delay)

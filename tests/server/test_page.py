@@ -185,7 +185,7 @@ class TestInspect:
 
         model = Slow()
         live = serve_live(model)
-        model.holds_at = model.runs + 2
+        model.hold_at(model.runs + 2)
         with ThreadPoolExecutor(8) as pool:
             running = pool.submit(live.complete, prompt="abcd", max_tokens=40, temperature=0)
             wait_until(lambda: model.runs == model.holds_at)

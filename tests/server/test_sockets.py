@@ -219,7 +219,7 @@ class TestStream:
         """Three tokens are read while the model waits for leave to compute the fourth."""
         model = FakeModel()
         live = serve_live(model)
-        model.holds_at = model.runs + 4
+        model.hold_at(model.runs + 4)
         seen = ""
         with live.client.stream(
             "POST", "/v1/completions", json={**LONG, "stream": True}
@@ -333,7 +333,7 @@ class TestLoad:
         """Nobody waits for a step: they are answered in the middle of one that does not end."""
         model = FakeModel()
         live = serve_live(model)
-        model.holds_at = model.runs + 2
+        model.hold_at(model.runs + 2)
         with ThreadPoolExecutor() as pool:
             running = [pool.submit(live.complete, **{**LONG, "max_tokens": 4}) for _ in range(4)]
             wait_until(lambda: model.runs == model.holds_at)
@@ -416,7 +416,7 @@ class TestLoad:
         """It does not even wait for the step that runs."""
         model = FakeModel()
         live = serve_live(model, max_running=1, max_queue=0)
-        model.holds_at = model.runs + 2
+        model.hold_at(model.runs + 2)
         connection = live.send(**LONG, stream=True)
         wait_until(lambda: model.runs == model.holds_at)
         assert live.complete(prompt="ab").status_code == 429
