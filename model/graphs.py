@@ -4,6 +4,9 @@ Launched one by one, the hundreds of kernels of a small model's step take longer
 run. A CUDA graph launches them all at once, for a fixed number of lanes: there is one graph per
 bucket, and a step takes the smallest that its sequences fit into. On a CPU the same steps are
 called instead of replayed, which is how they are tested there.
+
+A step can be launched before the one in front of it is read: the device finds the tokens that were
+drawn there in its own memory, and computes while the CPU handles them.
 """
 
 from __future__ import annotations
@@ -18,13 +21,26 @@ from model import sampler
 from model.gpt import GPT
 from model.lanes import LaneAttention, LaneBackend, Lanes, Staging
 from model.runner import Runner
-from model.step import Draw, Work
+from model.step import Draw, Launched, Work
 
 FAILED = -1  # in place of a token, if the logits are not finite
 
 
+class Slot:
+    """What a step in flight has for itself: memory on the host that the device copies from and to,
+    and the event after which both copies are done.
+    """
+
+    def __init__(self, staging: Staging, n_lanes: int, on_gpu: bool) -> None:
+        self.staged = staging.block()
+        self.drawn = torch.zeros(n_lanes, dtype=torch.int64, pin_memory=on_gpu)
+        self.done = torch.cuda.Event() if on_gpu else None
+
+
 class GraphRunner(Runner):
-    """A runner that replays the decode steps of up to `n_lanes` sequences and launches all others.
+    """A runner that replays the decode steps of up to `n_lanes` sequences. All other steps are
+    launched kernel by kernel, and their attention is the reference, which gathers the rows: the
+    kernels that torch has for ragged batches read keys that lie together, in pages at least.
 
     Everything is captured here, so the first request waits for nothing.
     """
@@ -44,7 +60,8 @@ class GraphRunner(Runner):
         self._on_gpu = self.device.type == "cuda"
         self._staging = Staging(n_lanes, self.n_ctx, n_rows, self.device)
         self._drawn = torch.zeros(n_lanes, dtype=torch.int64, device=self.device)
-        self._read = torch.zeros(n_lanes, dtype=torch.int64, pin_memory=self._on_gpu)
+        # One for the step that is read next, one for the step behind it; they take turns.
+        self._slots = [Slot(self._staging, n_lanes, self._on_gpu) for _ in range(2)]
         self._logits: dict[int, Tensor] = {}  # of each bucket's greedy step
         # Graphs never run at the same time, so they may share their memory; the largest ones first,
         # so that the smaller ones find enough of it.
@@ -55,9 +72,25 @@ class GraphRunner(Runner):
             for drawing in (False, True)
         }
 
-    @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Draw]:
-        return self._decode(work) if self.decodes(work) else super().run(work)
+        return self.launch(work).read()
+
+    @torch.inference_mode()
+    def launch(self, work: Sequence[Work]) -> Launched:
+        """Begin a step; what no graph does is done when it is read. A step whose tokens the graph
+        chooses leads another.
+        """
+        if not self.decodes(work):
+            return Launched(partial(super().run, work))
+        n = next(n for n in self.buckets if n >= len(work))
+        plain = all(is_plain(w) for w in work)
+        drawing = plain and any(w.sampling is not None and w.sampling.temperature for w in work)
+        slot = self._slots[0]
+        self._slots.reverse()
+        self._wait(slot)  # for nothing, unless its last step was never read
+        written = self._staging.write(slot.staged, work, n, drawing)
+        self._enqueue(slot, written, n, drawing)
+        return Launched(partial(self._read, slot, work, n, plain), leads=plain)
 
     def decodes(self, work: Sequence[Work]) -> bool:
         """Whether there is a graph for this step: each sequence computes one token, none is scored,
@@ -66,23 +99,32 @@ class GraphRunner(Runner):
         single = all(w.end - w.start == 1 and w.score is None for w in work)
         return single and len(work) <= self.buckets[-1]
 
-    def _decode(self, work: Sequence[Work]) -> list[Draw]:
-        n = next(n for n in self.buckets if n >= len(work))
-        plain = all(is_plain(w) for w in work)
-        drawing = plain and any(w.sampling is not None and w.sampling.temperature for w in work)
-        self._staging.send(work, n, drawing)
+    def _enqueue(self, slot: Slot, written: Tensor, n: int, drawing: bool) -> None:
+        """Everything that the device does in a step, in the order of its stream. Nobody waits: the
+        next step is sent and computed behind this one's draws, which are copied out before.
+        """
+        self._staging.send(written)
         self._steps[n, drawing]()
-        self._read[:n].copy_(self._drawn[:n], non_blocking=True)
-        if self._on_gpu:
-            torch.cuda.current_stream().synchronize()
-        tokens = self._read[: len(work)].tolist()
+        slot.drawn[:n].copy_(self._drawn[:n], non_blocking=True)
+        if slot.done is not None:
+            slot.done.record()
+
+    def _wait(self, slot: Slot) -> None:
+        """For the slot's step, but for none behind it."""
+        if slot.done is not None:
+            slot.done.synchronize()
+
+    @torch.inference_mode()
+    def _read(self, slot: Slot, work: Sequence[Work], n: int, plain: bool) -> list[Draw]:
+        self._wait(slot)
+        tokens = slot.drawn[: len(work)].tolist()
         draws = [_to_draw(w, token) for w, token in zip(work, tokens, strict=True)]
         return draws if plain else self._sample(work, n, draws)
 
     @torch.inference_mode()
     def _capture(self, n: int, drawing: bool) -> Callable[[], None]:
         step = partial(self._step, n, drawing)
-        self._staging.send([], n)
+        self._staging.send(self._staging.write(self._slots[0].staged, [], n))
         step()  # compiles kernels and has libraries allocate what they need, which no graph can
         if not self._on_gpu:
             return step

@@ -52,16 +52,20 @@ class LaneAttention:
 
 
 class Staging:
-    """The memory of up to `n_lanes` lanes of `n_ctx` rows each, on the host and on the device."""
+    """The device's memory of up to `n_lanes` lanes of `n_ctx` rows each, and blocks on the host in
+    which lanes are written down before they are sent. A step in flight has a block of its own.
+    """
 
     def __init__(self, n_lanes: int, n_ctx: int, scratch: int, device: torch.device) -> None:
         self.scratch = scratch
         words = n_lanes * (NUMBERS + (n_ctx + 1) // 2)  # two row numbers are as long as a word
         self._sent = torch.zeros(words, dtype=torch.int64, device=device)
+
+    def block(self) -> Tensor:
+        """Host memory for the lanes of one step."""
         # Only from pinned memory does a copy go its way while the CPU goes on.
-        pinned = device.type == "cuda"
-        self._staged = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
-        self._words = self._staged.numpy()
+        pinned = self._sent.device.type == "cuda"
+        return torch.zeros(len(self._sent), dtype=torch.int64, pin_memory=pinned)
 
     def lanes(self, n: int) -> Lanes:
         """Where the first `n` lanes are found on the device."""
@@ -71,13 +75,14 @@ class Staging:
         rows = self._sent[NUMBERS * n :].view(torch.int32)
         return Lanes(tokens, positions, write, starts, heat, noise, rows)
 
-    def send(self, work: Sequence[Work], n: int, drawing: bool = False) -> None:
-        """Put `work`, of one token each, into `n` lanes, and padding into the rest of them.
+    def write(self, block: Tensor, work: Sequence[Work], n: int, drawing: bool = False) -> Tensor:
+        """Put `work`, of one token each, into the `n` lanes of a block, and padding into the rest
+        of them; returns the part of the block that is to be sent.
 
-        Noise is made only if there is `drawing`. The copy runs on the current stream; until it is
-        done nothing may be sent again.
+        Noise is made only if there is `drawing`.
         """
-        numbers = self._words[: NUMBERS * n].reshape(NUMBERS, n)
+        words = block.numpy()
+        numbers = words[: NUMBERS * n].reshape(NUMBERS, n)
         numbers[:, len(work) :] = 0
         numbers[2, len(work) :] = self.scratch
         numbers = numbers[:, : len(work)]
@@ -91,10 +96,15 @@ class Staging:
             numbers[4:].view(np.float64)[:] = np.array([_heat_and_noise(w) for w in work]).T
         n_rows = int(lengths.sum())
         if work:
-            rows = self._words[NUMBERS * n :].view(np.int32)[:n_rows]
+            rows = words[NUMBERS * n :].view(np.int32)[:n_rows]
             np.concatenate([w.rows for w in work], out=rows)
-        used = NUMBERS * n + (n_rows + 1) // 2
-        self._sent[:used].copy_(self._staged[:used], non_blocking=True)
+        return block[: NUMBERS * n + (n_rows + 1) // 2]
+
+    def send(self, written: Tensor) -> None:
+        """Copy what `write` gave, on the current stream; until that is done the block may not be
+        written again.
+        """
+        self._sent[: len(written)].copy_(written, non_blocking=True)
 
 
 def _heat_and_noise(work: Work) -> tuple[float, float]:

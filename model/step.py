@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,19 @@ class Draw:
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that has begun. `read` waits for its end and gives one Draw per Work, in order; it
+    may raise, and the whole step is then lost.
+
+    If it `leads`, one more step may be launched before it is read, and there -1 - i is the id of
+    the token that Work i of this one draws (any token, if the draw fails).
+    """
+
+    read: Callable[[], list[Draw]]
+    leads: bool = False
+
+
 class MatrixShape(NamedTuple):
     """A matrix of the attention of one head: its shape when all rows are computed, and when the
     last one is.
@@ -122,4 +135,16 @@ class Model(Protocol):
 
     def inspect(self, tokens: Sequence[int], layer: int, head: int) -> Inspection:
         """What a head looks at, between two steps; no row of the pool is read or written."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A model that computes while the CPU does something else: steps may be launched, and read
+    later, in the order in which they were launched. What is computed is in that order, too, and so
+    is all that reads or writes rows.
+    """
+
+    def launch(self, work: list[Work]) -> Launched:
+        """Begin a step. May raise: the whole step is then lost."""
         ...

@@ -12,6 +12,7 @@ import numpy as np
 from model.rows import RowPool
 from model.step import Draw, Ids, Model, TokenScore, Work
 from model.tokenizer import Tokenizer
+from server.engine.flight import Flight, launches
 from server.engine.rowmap import RowRun, row_runs
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import (
@@ -69,6 +70,8 @@ class Engine:
             step_tokens=step_tokens,
         )
         self._calls: dict[str, list[Sequence]] = {}  # unfinished sequences of each call
+        self._launch = launches(model)
+        self._flight: Flight | None = None  # the step that is to be read next, if it has begun
         self._steps = self._computed = self._recomputed = self._generated = 0
 
     def submit(self, requests: Ordered[Request]) -> None:
@@ -95,28 +98,39 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls) or self._flight is not None
 
     def step(self) -> list[Event]:
-        """Compute one step and say what came of it. A model that raises fails the step's calls."""
-        sequences = self.scheduler.schedule()
+        """Compute one step and say what came of it. A model that raises fails the step's calls.
+
+        If it can be, the next step is launched before this one is read, and computed while this
+        one's tokens are handled. Then a stop is found late: it costs the row of one token, which
+        was computed and counts as such, and is given back.
+        """
+        flight, self._flight = self._flight, None
+        running = self.scheduler.running
+        sequences = flight.sequences if flight else self.scheduler.schedule()
         if not sequences:
             return []
         try:
-            draws = self.model.run([_work(sequence) for sequence in sequences])
+            flight = flight or Flight(self._launch, sequences, [_work(q) for q in sequences])
+            self._flight = flight.follow(self.scheduler)
+            draws = flight.read()
         except Exception:
             log.exception("the model failed in a step of %d requests", len(sequences))
-            ids = {sequence.request.id for sequence in sequences}
+            self._flight = None  # whose requests are among these
+            ids = {q.request.id for q in sequences if q in running}
             return [self._fail(id, "engine_error", "the model failed") for id in sorted(ids)]
         self._steps += 1
-        starts = [sequence.computed for sequence in sequences]
-        for sequence, start in zip(sequences, starts, strict=True):
-            self._computed += sequence.taken - start
-            self._recomputed += sequence.advance()
+        for sequence, work in zip(sequences, flight.work, strict=True):
+            end = work.end
+            self._computed += end - work.start
+            if sequence in running:
+                self._recomputed += sequence.advance(end)
         events: list[Event] = []
-        for sequence, start, draw in zip(sequences, starts, draws, strict=True):
-            if sequence.request.id in self._calls:  # another choice of the call may have failed
-                event = self._enter(sequence, start, draw)
+        for sequence, work, draw in zip(sequences, flight.work, draws, strict=True):
+            if sequence in running:  # not if it has ended, or another choice of its call failed
+                event = self._enter(sequence, work.start, draw)
                 if event is not None:
                     events.append(event)
         self.commit()
@@ -306,8 +320,9 @@ class Engine:
             reason = FinishReason.STOP
         request = sequence.request
         tokens = self._remaining_tokens(sequence, reason)
+        known = sequence.tokens[: sequence.computed]
         rows = self.scheduler.release(sequence)
-        usable = common_prefix(tokens, sequence.tokens[: len(rows)]) if request.use_cache else 0
+        usable = common_prefix(tokens, known) if request.use_cache else 0
         self.pool.give_back(rows[usable:])
         if request.session is not None:
             self.sessions.turn(

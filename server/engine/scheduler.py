@@ -69,6 +69,24 @@ class Scheduler:
                     self._compute(sequence, share)
         return [q for q in self.running if q.taken > q.computed]
 
+    def follow(self, step: Ordered[Sequence]) -> list[int]:
+        """Choose the work of the step behind one whose tokens nobody knows yet, and take a row for
+        each: the places in `step` of those that go on, unless their token is a stop. None, if the
+        step behind is to do anything else: then it is scheduled when the tokens are known.
+
+        Idle rows are evicted for it, as they will be anyway; nobody is preempted.
+        """
+        left = [i for i, q in enumerate(step) if q in self.running]
+        if not all(step[i].settled for i in left):
+            return []
+        lanes = [i for i in left if step[i].n_generated + 1 < step[i].request.max_tokens]
+        if (self.waiting and len(lanes) < self.max_running) or len(lanes) > self._available():
+            return []
+        self._free(len(lanes))
+        for i, row in zip(lanes, self.pool.take(len(lanes)).tolist(), strict=True):
+            step[i].expect(row, i)
+        return lanes
+
     def _compute(self, sequence: Sequence, n: int) -> None:
         """Take rows for the next `n` tokens, or as many as there are; for none if the sequence is
         preempted, or was for another a moment ago.

@@ -97,7 +97,8 @@ class Sequence:
 
     Invariant: 0 <= computed <= taken <= n_tokens. `rows`, of which there are `taken`, are held in
     the pool; those behind `computed` are being computed in the running step. A token is drawn when
-    computed == n_tokens, and only then.
+    computed == n_tokens, and only then. While a step is launched behind one that is not read yet,
+    `taken` is n_tokens + 1: the last row is that of the token which is being drawn.
     """
 
     def __init__(self, request: Request) -> None:
@@ -156,6 +157,11 @@ class Sequence:
         return self.n_prompt < self.n_tokens == self.computed + 1 and self.request.use_cache
 
     @property
+    def settled(self) -> bool:
+        """Whether the running step gives its next token, and that token is all it needs then."""
+        return self.taken == self.n_tokens and self.request.use_cache and not self.followers
+
+    @property
     def reusable(self) -> int:
         """How many rows may come from others: the last token is always computed, for its logits,
         and so is every token whose successor in the prompt is still to be scored.
@@ -180,6 +186,11 @@ class Sequence:
         self._rows[self.taken] = row
         self.taken += 1
 
+    def expect(self, row: int, lane: int) -> None:
+        """The same for the token that lane `lane` of the running step draws."""
+        self._tokens[self.n_tokens] = -1 - lane
+        self.extend_by(row)
+
     def reuse(self, n: int) -> int:
         """It starts with the rows of `n` tokens from others; returns how many are hits: what it
         had before it was preempted is no hit.
@@ -189,17 +200,17 @@ class Sequence:
         self.cached_tokens += hits
         return hits
 
-    def advance(self) -> int:
-        """The step is done: all rows that are held have been computed. Returns how many of them
-        the sequence had before.
+    def advance(self, end: int) -> int:
+        """The step is done: all rows up to `end` have been computed. Returns how many of them the
+        sequence had before.
         """
-        before, self.computed = self.computed, self.taken
-        self.rows_computed += self.taken - before
+        before, self.computed = self.computed, end
+        self.rows_computed += end - before
         if before >= self.most_rows:  # as in every step of a request that was never preempted
-            self.most_rows = self.taken
+            self.most_rows = end
             return 0
-        recomputed = min(self.taken, self.most_rows) - before
-        self.most_rows = max(self.most_rows, self.taken)
+        recomputed = min(end, self.most_rows) - before
+        self.most_rows = max(self.most_rows, end)
         return recomputed
 
     def append(self, token: int) -> None:

@@ -5,11 +5,12 @@
 First `pytest tests/gpu`: captured steps equal eager ones, the Triton kernel equals the reference,
 CUDA equals the CPU in float32, bfloat16 stays within its bound. Then GPT-2 124M with random weights
 in bfloat16: tokens per second for several streams and contexts, each beside the least time that
-reading the weights and rows takes (the floor), without the cache, without graphs, and in
-transformers with a static cache and torch.compile. The last line is all of it as JSON.
+reading the weights and rows takes (the floor), through the engine one step ahead and without that,
+without the cache, without graphs, and in transformers with a static cache and torch.compile. The
+last line is all of it as JSON.
 
-It needs this folder's checkout, torch, triton and pydantic; for the proofs also pytest,
-pytest-timeout, hypothesis and transformers.
+It needs this folder's checkout, torch, triton, pydantic, tiktoken and safetensors; for the proofs
+also pytest, pytest-timeout, hypothesis and transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,14 +36,20 @@ from model.config import PRESETS, GPTConfig
 from model.gpt import GPT
 from model.graphs import GraphRunner
 from model.lanes import LaneBackend
+from model.rows import RowPool
 from model.runner import Runner
-from model.step import Sampling, Work
+from model.step import Model, Sampling, Work
+from model.tokenizer import Tokenizer
+from server.engine.engine import Engine
+from server.engine.sequence import Request
 
 STREAMS = (1, 16, 64, 256)
 CONTEXTS = (128, 900)
 PROOFS = 150  # seconds that the proofs may take
 BUDGET = 280  # seconds for everything; what transformers has no time left for is not measured
 COMPILING = 45  # seconds that transformers takes for one cell, mostly to compile
+STEPS = 100  # of the engine, that are measured
+WARM = 5  # steps of the engine before those
 AT_ONCE = 16  # texts that are computed together without a cache
 GREEDY = Sampling(temperature=0.0)
 
@@ -55,6 +63,8 @@ class Cell:
     floor: float
     cached: float  # from work to draws: staging, replay, reading
     replay: float  # the replay alone
+    served: float  # by the engine, which launches the next step before it reads this one
+    in_turn: float  # by an engine that reads first
     eager: float
     uncached: float
     transformers: float | None = None
@@ -74,6 +84,16 @@ def floor(
     """Milliseconds to read the weights once and the rows of every stream."""
     rows = streams * context * config.row_bytes(itemsize)
     return (cost.bytes_read(config, 0, itemsize) + rows) / bytes_per_ms
+
+
+class OneByOne:
+    """A model for an engine: a runner, none of whose steps may be launched ahead."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.n_ctx, self.n_vocab = runner.n_ctx, runner.n_vocab
+        self.n_layer, self.n_head = runner.n_layer, runner.n_head
+        self.run, self.inspect = runner.run, runner.inspect
+        self.read_rows, self.write_rows = runner.read_rows, runner.write_rows
 
 
 def milliseconds(
@@ -125,7 +145,8 @@ def measure(
 ) -> list[Cell]:
     """A cell for each of `streams` and `contexts`, about `seconds` for every number in it."""
     parameter = next(model.parameters())
-    n_rows, n_lanes = max(streams) * max(contexts), max(streams)
+    n_rows = max(model.config.n_ctx, max(streams) * rows_for(max(contexts)))
+    n_lanes = max(streams)
     runner = GraphRunner(model, n_rows, parameter.dtype, n_lanes=n_lanes, lane_backend=backend)
     runner.kv.zero_()
     return [
@@ -151,9 +172,39 @@ def measure_cell(
         floor=floor(runner.model.config, streams, context, runner.kv.itemsize, bytes_per_ms),
         cached=ms(lambda: runner.run(decode)),
         replay=ms(runner._steps[bucket, False]),  # over what was staged last
+        served=engine_ms(runner, runner, streams, context),
+        in_turn=engine_ms(OneByOne(runner), runner, streams, context),
         eager=ms(lambda: Runner.run(runner, decode)),
         uncached=ms(lambda: Runner.run(runner, afresh)) * streams / len(afresh),
     )
+
+
+def rows_for(context: int) -> int:
+    """How many rows a stream has once the engine has taken all its steps."""
+    return context + WARM + STEPS
+
+
+def engine_ms(model: Model, runner: Runner, streams: int, context: int) -> float:
+    """Of one step of an engine, scheduling, texts and events included. The rows of the prompts are
+    there already, with nothing in them.
+    """
+    pool = RowPool(runner.kv.shape[2] - 1, row_bytes=1)
+    letters = SimpleNamespace(token_bytes=[b"a"] * model.n_vocab, end_of_text=-1)
+    engine = Engine(
+        model, cast(Tokenizer, letters), pool, max_running=streams, step_tokens=2 * streams
+    )
+    for i, work in enumerate(work_for(streams, context, model.n_vocab, 0)):
+        rows = pool.take(context - 1)
+        pool.unpin(rows)
+        engine.sessions.keep("", work.tokens, rows)
+        prompt = tuple(work.tokens.tolist())
+        engine.submit([Request(f"{i}", 0, prompt, rows_for(0) + 1, GREEDY)])
+    for _ in range(WARM):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    return (time.perf_counter() - start) * 1000 / STEPS
 
 
 def transformers_ms(
@@ -197,13 +248,14 @@ def transformers_ms(
 def table(cells: Sequence[Cell], bytes_per_ms: float) -> str:
     """Tokens per second, a line per cell."""
     heads = (
-        *("streams", "context", "floor ms", "step ms", "replay ms", "% of floor"),
-        *("cached/s", "eager/s", "uncached/s", "gain", "transformers/s", "ahead"),
+        *("streams", "context", "floor ms", "step ms", "replay ms", "% of floor", "served/s"),
+        *("in turn/s", "cached/s", "eager/s", "uncached/s", "gain", "transformers/s", "ahead"),
     )
     lines = [f"tokens per second; a copy reads and writes {bytes_per_ms / 1e6:,.0f} GB/s"]
     lines.append("  ".join(heads))
     for cell in cells:
-        rates = [cell.tokens_per_s(ms) for ms in (cell.cached, cell.eager, cell.uncached)]
+        times = (cell.served, cell.in_turn, cell.cached, cell.eager, cell.uncached)
+        rates = [cell.tokens_per_s(ms) for ms in times]
         theirs = cell.tokens_per_s(cell.transformers)
         words = (
             f"{cell.streams}",
@@ -255,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = model.eval().requires_grad_(False).to(device, torch.bfloat16)
     free, _ = torch.cuda.mem_get_info()
     room = free // 2 // config.row_bytes(2)
-    streams = [n for n in STREAMS if n * max(CONTEXTS) < room]
+    streams = [n for n in STREAMS if n * rows_for(max(CONTEXTS)) < room]
     bytes_per_ms = bandwidth(device, min(2**33, free // 4), seconds=1.0)
     cells = measure(
         model,

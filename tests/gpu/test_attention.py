@@ -142,7 +142,7 @@ def compare(
 
 def staged(work: list[Work], n_lanes: int, scratch: int) -> Lanes:
     staging = Staging(n_lanes, max(w.end for w in work), scratch, DEVICE)
-    staging.send(work, n_lanes)
+    staging.send(staging.write(staging.block(), work, n_lanes))
     return staging.lanes(n_lanes)
 
 

@@ -16,7 +16,17 @@ from tests.gpu.figures import Cell
 from tests.tiny import config, gpt
 
 CPU = torch.device("cpu")
-CELL = Cell(streams=16, context=900, floor=0.25, cached=0.5, replay=0.4, eager=4.0, uncached=25.0)
+CELL = Cell(
+    streams=16,
+    context=900,
+    floor=0.25,
+    cached=0.5,
+    replay=0.4,
+    served=0.64,
+    in_turn=0.8,
+    eager=4.0,
+    uncached=25.0,
+)
 
 
 def test_the_floor_reads_the_weights_once_and_every_streams_rows() -> None:
@@ -39,7 +49,8 @@ def test_the_table_has_a_line_per_cell_and_a_dash_for_what_is_missing() -> None:
     title, heads, *lines = figures.table([CELL, replace(CELL, transformers=5.0)], 4.3e9).split("\n")
     assert "4,300 GB/s" in title
     assert [len(line) for line in lines] == [len(heads)] * 2
-    words = ["16", "900", "0.250", "0.500", "0.400", "50", "32,000", "4,000", "640", "50.0"]
+    words = ["16", "900", "0.250", "0.500", "0.400", "50", "25,000", "20,000"]
+    words += ["32,000", "4,000", "640", "50.0"]
     assert lines[0].split() == [*words, "-", "-"]
     assert lines[1].split() == [*words, "3,200", "10.0"]
 
@@ -51,6 +62,7 @@ def test_every_number_is_measured() -> None:
     assert [(cell.streams, cell.context) for cell in cells] == [(1, 8), (1, 20), (3, 8), (3, 20)]
     for cell in cells:
         assert min(cell.floor, cell.cached, cell.replay, cell.eager, cell.uncached) > 0
+        assert min(cell.served, cell.in_turn) > 0
     assert figures.bandwidth(CPU, 2**20, 0.001) > 0
 
 

@@ -3,16 +3,22 @@ of them on a CPU, and that they are replayed at all."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from model.config import PRESETS, GPTConfig
 from model.graphs import GraphRunner
-from model.step import Sampling, Work
+from model.rows import RowPool
+from model.step import Model, Sampling, Work
+from server.engine.engine import Engine
 from tests import lanes, oracle
+from tests.gpu.figures import OneByOne
 from tests.lanes import decoded
-from tests.tiny import Driver, Text, arrays, config, gpt, prompt
+from tests.server.engine.helpers import BYTES, Client, request
+from tests.tiny import GREEDY, Driver, Text, arrays, config, gpt, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -84,3 +90,77 @@ def test_a_replayed_step_allocates_nothing_and_calls_no_python() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     hook.remove()
     assert not any(draw.failed for draw in draws)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_that_are_launched_ahead_draw_what_eager_ones_draw(shape: GPTConfig) -> None:
+    """Lanes leave, change places and buckets; none asks for more than a temperature."""
+    from model import triton_attention
+
+    model = gpt(shape, std=0.3 if shape.d_model < 100 else 0.05).to("cuda")
+    reference = Driver(model)
+    driver = lanes.driver(model, 7, backend=triton_attention.attend)
+    mine, theirs = (
+        [Text(text.tokens, KINDS[i % 2]) for i, text in enumerate(texts(shape))] for _ in range(2)
+    )
+    orders = [[0, 1, 2, 3, 4, 5, 6], *([[6, 5, 3, 1], [1, 3, 5, 6], [3, 6]] * 10)]
+    orders = [*orders[:1], *sorted(orders[1:], key=len, reverse=True)]
+    assert driver.step(mine) == reference.step(theirs)
+    expected = [reference.step([theirs[i] for i in order]) for order in orders]
+    assert lanes.steps_ahead(driver, mine, orders) == expected
+
+
+def test_an_engine_says_the_same_one_step_ahead() -> None:
+    from model import triton_attention
+
+    model = gpt(config(n_layer=2, n_ctx=128, n_vocab=BYTES.n_vocab)).to("cuda")
+
+    def tokens(ahead: bool) -> list[list[int]]:
+        pool = RowPool(2000, 8)
+        runner = GraphRunner(
+            model, 2000, torch.float32, n_lanes=8, lane_backend=triton_attention.attend
+        )
+        served: Model = runner if ahead else OneByOne(runner)
+        client = Client(Engine(served, BYTES, pool, max_running=8, step_tokens=64))
+        answers = [
+            client.submit(
+                request(
+                    f"{i} text" * i,
+                    60 - i,
+                    sampling=KINDS[i % 2],
+                    stop_ids=frozenset(range(5 * (i % 3))),
+                )
+            )[0]
+            for i in range(1, 13)
+        ]
+        client.run()
+        return [answer.tokens for answer in answers]
+
+    assert tokens(ahead=True) == tokens(ahead=False)
+
+
+def test_nobody_waits_for_a_step_but_its_reader() -> None:
+    """Launches return while the device is busy, and a step is read while the device is busy with
+    what is behind it.
+    """
+    from model import triton_attention
+
+    model = gpt(config()).to("cuda")
+    runner = GraphRunner(model, 9, torch.float32, n_lanes=1, lane_backend=triton_attention.attend)
+    runner.kv.zero_()
+    rows = np.arange(3, dtype=np.int32)
+    steps = [
+        Work(np.array([5, 6, last][:n], np.int32), n - 1, rows[:n], 1, GREEDY)
+        for n, last in ((2, 0), (3, -1))
+    ]
+    torch.cuda.synchronize()
+    second = 2 * 10**9  # clock ticks: about that, or more
+    start = time.perf_counter()
+    torch.cuda._sleep(second)
+    first, behind = (runner.launch([step]) for step in steps)
+    torch.cuda._sleep(second)
+    assert time.perf_counter() - start < 0.3
+    first.read()
+    torch.cuda.current_stream().query()
+    assert not torch.cuda.current_stream().query()  # the device is still at it
+    behind.read()

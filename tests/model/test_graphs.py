@@ -16,11 +16,12 @@ from torch.autograd.profiler import profile
 from model.gpt import GPT
 from model.graphs import buckets, choose, is_plain
 from model.lanes import Staging
+from model.rows import RowPool
 from model.runner import Runner
 from model.sampler import sample
-from model.step import Sampling, Work
+from model.step import RunsAhead, Sampling, Work
 from tests import lanes
-from tests.lanes import Counted, decoded
+from tests.lanes import Counted, Late, decoded
 from tests.tiny import GREEDY, Driver, Text, config, gpt, prompt
 
 N_VOCAB = 97
@@ -180,6 +181,67 @@ def test_a_lane_that_failed_has_a_successor_all_the_same(model: GPT) -> None:
     assert driver.runner.run([Work(tokens, 2, rows, 1, GREEDY)])[0].failed
 
 
+@pytest.mark.parametrize("hurries", [False, True])
+def test_steps_are_launched_ahead_of_those_that_are_not_read(model: GPT, hurries: bool) -> None:
+    """Whether the device is behind or has done all; lanes leave, change places and buckets."""
+    reference, driver = Driver(model), Driver(model)
+    driver.runner = Late(model, driver.pool, 6, lambda: hurries)
+    orders = [[0, 1, 2, 3, 4, 5], [5, 3, 1], [1, 3, 5], [5, 1], [1]]
+    theirs, mine = texts(), texts()
+    assert driver.step(mine) == reference.step(theirs)
+    expected = [reference.step([theirs[i] for i in order]) for order in orders]
+    assert lanes.steps_ahead(driver, mine, orders) == expected
+
+
+def test_memory_is_not_written_anew_while_an_unread_step_is_sent_from_it(model: GPT) -> None:
+    pool = RowPool(20, 8)
+    runner = Late(model, pool, 2, lambda: False)
+    rows = pool.take(4)
+    steps = [Work(np.array([5], np.int32), 0, rows[i : i + 1], 1, GREEDY) for i in range(4)]
+    for step in steps:  # of a call that fails, nothing is ever read
+        last = runner.launch([step])
+    last.read()
+    assert runner.kv[:, :, rows].isfinite().all()
+
+
+def test_a_reader_waits_for_its_own_step_and_no_other(model: GPT) -> None:
+    """By an event in the stream, behind the copies of the step."""
+    seen: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self) -> None:
+            seen.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            seen.append(f"wait for {self.name}")
+
+    runner = runner_of(model)
+    for slot, name in zip(runner._slots, "ab", strict=True):
+        vars(slot)["done"] = Event(name)
+    tokens, rows = np.array(prompt(2, N_VOCAB), np.int32), np.arange(2, dtype=np.int32)
+    first, second = (runner.launch([Work(tokens, 1, rows, 1, GREEDY)]) for _ in range(2))
+    assert seen == ["wait for a", "record a", "wait for b", "record b"]
+    first.read()
+    second.read()
+    assert seen[4:] == ["wait for a", "wait for b"]
+
+
+def test_who_may_be_followed(model: GPT) -> None:
+    """A step whose tokens are drawn on the device. Plain runners have no such steps."""
+    tokens, rows = np.array(prompt(9, N_VOCAB), np.int32), np.arange(9, dtype=np.int32)
+    runner = runner_of(model)
+    one = Work(tokens, 8, rows, 8, GREEDY)
+    assert runner.launch([one, replace(one, sampling=None)]).leads
+    assert not runner.launch([one, replace(one, start=0)]).leads
+    assert not runner.launch([one, replace(one, banned=(1,))]).leads
+    assert not runner.launch([one, replace(one, sampling=Sampling(logprobs=0))]).leads
+    assert isinstance(runner, RunsAhead)
+    assert not isinstance(Runner(model, 20), RunsAhead)
+
+
 def test_the_lowest_of_the_best_tokens_wins() -> None:
     """From 30 on, and from 60 on, tokens have the same logit to the last bit; one is the best."""
     even = gpt(config(tied_head=False))
@@ -201,7 +263,7 @@ def test_noise_draws_what_the_sampler_draws() -> None:
         for i in range(60)
     ]
     staging = Staging(64, 30, 999, CPU)
-    staging.send(work, 64, drawing=True)
+    staging.send(staging.write(staging.block(), work, 64, drawing=True))
     padded = torch.cat([logits, torch.zeros(4, 999)])
     tokens = choose(padded, staging.lanes(64))[:60].tolist()
     assert tokens == [draw.token for draw in sample(logits, work)]
@@ -217,9 +279,11 @@ def test_the_ends_of_noise_draw_tokens_that_have_a_chance() -> None:
 
 def test_lanes_are_told_what_the_work_says() -> None:
     staging = Staging(4, 5, scratch=77, device=CPU)
+    block = staging.block()
     a, b = np.array([4, 5, 6], np.int32), np.array([9], np.int32)
     for _ in range(2):  # the second time over what the first one left
-        staging.send([Work(a, 2, a * 10, 1, Sampling(0.5, seed=1)), Work(b, 0, b * 2, 1)], 4, True)
+        both = [Work(a, 2, a * 10, 1, Sampling(0.5, seed=1)), Work(b, 0, b * 2, 1)]
+        staging.send(staging.write(block, both, 4, True))
     told = staging.lanes(4)
     assert told.tokens.tolist() == [6, 9, 0, 0]
     assert told.positions.tolist() == [2, 0, 0, 0]
@@ -228,7 +292,7 @@ def test_lanes_are_told_what_the_work_says() -> None:
     assert told.rows[told.starts[0] :][:2].tolist() == [40, 50]
     assert told.rows[told.starts[1]] == 18
     full = np.arange(5, dtype=np.int32)
-    staging.send([Work(full, 4, full + i, 1) for i in range(4)], 4)
+    staging.send(staging.write(block, [Work(full, 4, full + i, 1) for i in range(4)], 4))
     told = staging.lanes(4)
     assert [told.rows[s : s + 4].tolist() for s in told.starts] == [
         list(range(i, i + 4)) for i in range(4)
