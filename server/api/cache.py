@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from heapq import nlargest
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
@@ -25,10 +26,12 @@ from server.api.schemas import (
 from server.api.service import MAX_LISTENERS, Service
 from server.api.sse import COMMENT, EventStream, event
 from server.engine.rowmap import RowRun
+from server.engine.snapshot import Records, SessionRecord, Snapshot
 
 router = APIRouter(tags=["cache"])
 
 INTERVAL = 0.5  # seconds between two looks at the cache
+MOST_SESSIONS = 100  # in an event; all are in /v1/cache and /v1/sessions
 SILENCE = 15.0  # seconds until a comment shows a listener that the server is there
 
 
@@ -38,7 +41,15 @@ async def cache(request: Request) -> CacheAnswer:
     for the end of the step, and counts the caller's own rows alone.
     """
     service = Service.of(request)
-    served, now = service.served, service.worker.snapshot
+    now = service.worker.snapshot
+    records = now.sessions.of(request.state.tenant)
+    return answer_of(service, now, records, await row_runs(request) if service.keyed else None)
+
+
+def answer_of(
+    service: Service, now: Snapshot, records: list[SessionRecord], own: list[RowRun] | None
+) -> CacheAnswer:
+    """`own` are the runs of rows to be counted for a caller who may not know those of others."""
     counts = RowCounts(
         total=now.rows,
         free=now.rows_free,
@@ -49,8 +60,9 @@ async def cache(request: Request) -> CacheAnswer:
     totals = CacheTotals(
         **{name: getattr(now, f"{name}_total") for name in CacheTotals.model_fields}
     )
-    if service.keyed:
-        counts = own_counts(await row_runs(request))
+    if own is not None:
+        counts = own_counts(own)
+    served = service.served
     return CacheAnswer(
         device=served.device,
         dtype=served.dtype,
@@ -58,8 +70,8 @@ async def cache(request: Request) -> CacheAnswer:
         row_bytes=now.row_bytes,
         bytes=(counts.running + counts.idle) * now.row_bytes,
         rows=counts,
-        totals=None if service.keyed else totals,
-        sessions=[SessionAnswer.of(record) for record in now.sessions.of(request.state.tenant)],
+        totals=totals if own is None else None,
+        sessions=[SessionAnswer.of(record) for record in records],
     )
 
 
@@ -67,7 +79,9 @@ async def cache(request: Request) -> CacheAnswer:
 async def rows(request: Request) -> RowsAnswer:
     """All rows of the pool between two steps, as the caller may see them."""
     runs = await row_runs(request)
-    return RowsAnswer(total=sum(run.n for run in runs), runs=[answer_of(run) for run in runs])
+    return RowsAnswer(
+        total=sum(run.n for run in runs), runs=[RowRunAnswer(**plain(run)) for run in runs]
+    )
 
 
 @router.get(
@@ -76,8 +90,9 @@ async def rows(request: Request) -> RowsAnswer:
     response_class=StreamingResponse,
     responses={
         200: {
-            "description": "Server-sent events, at most two a second: the totals, and the runs of "
-            "rows that have changed since the event before.",
+            "description": "Server-sent events, at most two a second: what `/v1/cache` says, with "
+            f"the {MOST_SESSIONS} sessions that were used last, and the runs of rows that have "
+            "changed since the event before.",
             "content": {"text/event-stream": {"schema": StreamEvent.model_json_schema()}},
         },
         **errors(429, *ALWAYS),
@@ -93,22 +108,40 @@ async def events(request: Request) -> Response:
 
 
 async def changes(request: Request) -> AsyncIterator[str]:
-    """The events of one listener: first everything, then what has changed."""
+    """The events of one listener: first everything, then what has changed. While the engine's
+    snapshots are equal, nothing has.
+    """
+    service, tenant = Service.of(request), request.state.tenant
     known: set[RowRun] = set()
+    seen: Snapshot | None = None
+    records: list[SessionRecord] = []
     before: CacheAnswer | None = None
     silent_since = time.monotonic()
     while True:
-        now = await cache(request)
-        if now != before:
+        now = service.worker.snapshot
+        turned = seen is None or now.sessions is not seen.sessions
+        if turned:
+            records = latest(now.sessions, tenant)
+        if turned or now != seen:  # of the same sessions, which need not be compared
+            seen = now
             runs = await row_runs(request)
-            changed = [asdict(run) for run in runs if run not in known]
-            known, before = set(runs), now
-            silent_since = time.monotonic()
-            yield event({**now.model_dump(), "runs": changed})
-        elif time.monotonic() - silent_since > SILENCE:
+            answer = answer_of(service, now, records, runs if service.keyed else None)
+            if answer != before:
+                changed = [plain(run) for run in runs if run not in known]
+                known, before = set(runs), answer
+                silent_since = time.monotonic()
+                yield event({**answer.model_dump(), "runs": changed})
+        if time.monotonic() - silent_since > SILENCE:
             silent_since = time.monotonic()
             yield COMMENT
         await asyncio.sleep(INTERVAL)
+
+
+def latest(records: Records, tenant: str) -> list[SessionRecord]:
+    """The tenant's sessions that were used last, the oldest first."""
+    own = (record for (owner, _), record in records.items() if owner == tenant)
+    used_last = nlargest(MOST_SESSIONS, own, key=lambda record: record.last_used)
+    return sorted(used_last, key=lambda record: (record.created, record.name))
 
 
 @router.post("/v1/cache/reset", summary="Empty the cache", responses=errors(*ALWAYS))
@@ -137,5 +170,5 @@ def own_counts(runs: list[RowRun]) -> RowCounts:
     return RowCounts(total=total, free=free, running=running, idle=idle, shared=shared)
 
 
-def answer_of(run: RowRun) -> RowRunAnswer:
-    return RowRunAnswer(**asdict(run))
+def plain(run: RowRun) -> dict[str, object]:
+    return {name: getattr(run, name) for name in RowRunAnswer.model_fields}

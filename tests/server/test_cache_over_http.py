@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from server.api import cache
+from server.engine.rowmap import RowRun
+from server.engine.snapshot import Records, SessionRecord, Snapshot
 from tests.conftest import ServeLive
 from tests.fakes import N_CTX, FakeModel
 from tests.server.live import wait_until
@@ -93,3 +102,77 @@ def test_b025_a_prompt_that_does_not_fit_is_refused_with_all_three_numbers(
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert all(str(number) in message for number in (N_CTX, N_CTX - 2, 5))
+
+
+def record(i: int, tokens: int = 9, last_used: float | None = None) -> SessionRecord:
+    when = i if last_used is None else last_used
+    return SessionRecord(f"{i}", tokens, 8, 0, 64, 1, 0, created=i, last_used=when, expires=None)
+
+
+class Listener:
+    """One that listens to a server whose engine says what the test wants."""
+
+    def __init__(self, records: Records) -> None:
+        self.snapshot = Snapshot(rows=10, rows_free=10, row_bytes=8, sessions=records)
+        self.asked = 0
+        served = SimpleNamespace(device="cpu", dtype="float32", rows_dtype="float32")
+        service = SimpleNamespace(served=served, worker=self, keyed=False)
+        app = SimpleNamespace(state=SimpleNamespace(service=service))
+        request: Any = SimpleNamespace(app=app, state=SimpleNamespace(tenant=""))
+        self.events = cache.changes(request)
+
+    async def ask(self, question: Callable[..., object]) -> list[RowRun]:
+        """As the worker does, with a new snapshot that may say the same."""
+        self.asked += 1
+        self.snapshot = self.snapshot._replace()
+        return [RowRun(0, 10, "free", None, 0)]
+
+    async def next(self) -> Json:
+        found: Json = json.loads((await anext(self.events)).removeprefix("data: "))
+        return found
+
+
+class TestEvents:
+    @pytest.fixture(autouse=True)
+    def often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache, "INTERVAL", 0.001)
+
+    def test_a_look_costs_nothing_while_nothing_changes(self) -> None:
+        """Beside 10,000 sessions, of which each would take longer than all looks together may."""
+        records = Records().changed({("", f"{i}"): record(i) for i in range(10_000)})
+
+        async def listen() -> tuple[float, int]:
+            listener = Listener(records)
+            await listener.next()
+            begin = time.thread_time()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await listener.next()
+            return time.thread_time() - begin, listener.asked
+
+        seconds, asked = asyncio.run(listen())
+        assert asked == 1
+        assert seconds < 0.3  # of up to 500 looks
+
+    def test_those_used_last_are_told_and_as_they_change(self) -> None:
+        n = cache.MOST_SESSIONS
+        records = Records().changed({("", f"{i}"): record(i) for i in range(n + 50)})
+
+        async def listen() -> tuple[Json, Json, Json]:
+            listener = Listener(records)
+            first = await listener.next()
+            used = record(7, tokens=99, last_used=1e9)
+            others = {("", "7"): used, ("", "old"): record(-1), ("another", "8"): record(8)}
+            changed = listener.snapshot.sessions.changed(others)
+            listener.snapshot = listener.snapshot._replace(sessions=changed)
+            second = await listener.next()
+            listener.snapshot = listener.snapshot._replace(rows_free=9, rows_idle=1)
+            return first, second, await listener.next()
+
+        first, second, third = asyncio.run(listen())
+        assert [s["id"] for s in first["sessions"]] == [f"{i}" for i in range(50, n + 50)]
+        assert [s["id"] for s in second["sessions"]] == ["7", *(f"{i}" for i in range(51, n + 50))]
+        assert second["sessions"][0]["tokens"] == 99
+        assert (first["runs"][0]["n"], second["runs"]) == (10, [])
+        assert third["rows"]["idle"] == 1
+        assert third["sessions"] == second["sessions"]
