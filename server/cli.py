@@ -289,6 +289,12 @@ Shares = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="share of the prompt that all have")
 ]
 Turns = Annotated[list[int] | None, typer.Option(min=1, help="requests of a conversation")]
+Conversations = Annotated[
+    int | None, typer.Option(min=1, help="conversations in each run, of --turns requests each")
+]
+OneArm = Annotated[
+    Literal["cached", "uncached"] | None, typer.Option(help="measure this one alone")
+]
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(metavar="auto|float32|bfloat16|int8", help="with --engine several are measured"),
@@ -332,6 +338,8 @@ def bench(
     rate: Rates = None,
     shared: Shares = None,
     turns: Turns = None,
+    conversations: Conversations = None,
+    arm: OneArm = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="runs of each load and arm")] = None,
     slo: Annotated[str | None, typer.Option(metavar="LIMITS", help=SLO_HELP)] = None,
     seed: Seed = None,
@@ -407,7 +415,10 @@ def bench(
     try:
         with own_server(flags) if url is None else nullcontext(url) as address:
             target = Target.at(address, api_key)
-            work = workload.plan(workload.PRESETS[preset], given, target.window, repeats)
+            if arm:
+                target = target.alone(workload.Arm(arm))
+            size = target.window, repeats, conversations
+            work = workload.plan(workload.PRESETS[preset], given, *size)
             outcome = run(address, api_key, target, work, seed, objective, facts)
     except ServerError as error:
         _fail(error, FAILED)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from server.loadtest import figures, report, result
 from server.loadtest.client import Client
+from server.loadtest.conditions import conditions
 from server.loadtest.figures import Cell, Comparison, Objective
 from server.loadtest.measurement import Measurement, measure
 from server.loadtest.plots import plots
 from server.loadtest.target import Target
 from server.loadtest.workload import Run, Workload
-from server.version import VERSION
 
 
 class WorkloadError(ValueError):
@@ -84,14 +80,15 @@ def run(
         *columns,
         TimeElapsedColumn(),
         console=Console(stderr=True),
-        refresh_per_second=1,  # drawing takes time from the server where cores are few
+        refresh_per_second=0.2,  # within a run drawing takes time from the server
     ) as progress:
         total = len(workload.loads) * len(target.arms) * (workload.repeats + 1)
         task = progress.add_task("warming up", total=total)
 
         def advance(run: Run) -> None:
             words = f"repeat {run.repeat}" if run.repeat else "warming up"
-            progress.update(task, advance=1, description=f"{words}, context {run.load.context}")
+            words = f"{words}, context {run.load.context}"
+            progress.update(task, advance=1, description=words, refresh=True)
 
         measurement = measure(
             lambda: Client(url, target.model, api_key), workload, target.arms, seed, advance
@@ -99,15 +96,19 @@ def run(
         progress.update(task, total=progress.tasks[task].completed, description="measured")
     cells = figures.cells(measurement, objective)
     comparisons = figures.compare(cells, workload.sweeps.get("context", workload.loads))
-    conditions = {
-        **_conditions(target),
+    made_with = conditions(
+        model=target.model,
+        window=target.window,
+        device=target.device,
+        dtype=target.dtype,
+        server_version=target.version,
         **facts,
-        "arms": ", ".join(arm.label for arm in target.arms),
-        "repeats": measurement.repeats,
-        "goodput": _words(objective),
-        "seed": seed,
-    }
-    summary = result.summary(measurement, cells, comparisons, conditions, target.arms)
+        arms=", ".join(arm.label for arm in target.arms),
+        repeats=measurement.repeats,
+        goodput=_words(objective),
+        seed=seed,
+    )
+    summary = result.summary(measurement, cells, comparisons, made_with, target.arms)
     return Outcome(measurement, cells, comparisons, summary)
 
 
@@ -120,23 +121,6 @@ def _check(workload: Workload, target: Target) -> None:
             )
         if load.turns > load.context:
             raise WorkloadError(f"{load.turns} turns need a context of as many tokens at least")
-
-
-def _conditions(target: Target) -> dict[str, Any]:
-    return {
-        "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-        "model": target.model,
-        "window": target.window,
-        "device": target.device,
-        "dtype": target.dtype,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "onerow": VERSION,
-        "server_version": target.version,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "httpx2": version("httpx2"),
-        "system": platform.platform(),
-    }
 
 
 def _words(objective: Objective | None) -> str | None:

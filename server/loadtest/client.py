@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-import httpx2
+from httptools import HttpParserError
 
+from server.loadtest.connection import Address, Connection, Unanswered
 from server.loadtest.workload import Arm
+
+OK = 200
+DONE = b"[DONE]"
+PILE = 32  # parts of an answer that may lie unread
 
 
 class ServerError(Exception):
@@ -77,14 +83,10 @@ class Client:
         self, url: str, model: str, api_key: str | None = None, timeout: float = 300.0
     ) -> None:
         self.model = model
-        self.http = httpx2.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=timeout,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,
-        )
+        self.timeout = timeout  # seconds of silence
         self.events = 0
+        self._address = Address.of(url, "/v1/completions", api_key)
+        self._idle: list[Connection] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,7 +97,9 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.http.aclose()
+        for connection in self._idle:
+            connection.close()
+        await asyncio.sleep(0)  # they are closed in the loop's next turn
 
     async def measure(
         self, prompt: Sequence[int], tokens: int, arm: Arm, start: float, due: float
@@ -103,7 +107,6 @@ class Client:
         """Ask for exactly `tokens`; returns what was seen, and their ids where the server tells
         them. A failure is part of the measurement, not an exception.
         """
-        sample, ids = Sample(due), []
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -116,53 +119,77 @@ class Client:
         }
         if arm is not Arm.AS_SERVED:
             body["use_cache"] = arm is Arm.CACHED
+        request = self._address.request(json.dumps(body).encode())
+        answer = Answer(Sample(due), start)
+        sample = answer.sample
         sample.sent = time.perf_counter() - start
         try:
-            async with self.http.stream("POST", "/v1/completions", json=body) as reply:
-                if reply.status_code != httpx2.codes.OK:
-                    reason = (await reply.aread()).decode(errors="replace")[:200]
-                    raise ServerError(f"status {reply.status_code}: {reason}")
-                async for event in _events(reply):
-                    self.events += 1
-                    ids += _note(sample, event, time.perf_counter() - start)
+            status, refusal = await self._ask(request, answer)
+            if status != OK:
+                raise ServerError(f"status {status}: {refusal.decode(errors='replace')[:200]}")
+            answer.read()
+            if not answer.done:
+                raise ServerError("the stream ended without [DONE]")
             if sample.tokens != tokens:
                 raise ServerError(f"{sample.tokens} tokens where {tokens} were asked for")
-        except (httpx2.HTTPError, httpx2.InvalidURL, ServerError) as error:
+        except (OSError, HttpParserError, ServerError) as error:
             sample.error = str(error) or type(error).__name__
-        sample.end = time.perf_counter() - start
-        return sample, ids
+            sample.end = time.perf_counter() - start
+        finally:
+            self.events += answer.events
+        return sample, answer.ids
+
+    async def _ask(self, request: bytes, answer: Answer) -> tuple[int, bytes]:
+        """On a connection that is open, if there is one, or on a new one."""
+        while True:
+            used = bool(self._idle)
+            connection = self._idle.pop() if used else await self._connect()
+            try:
+                reply = await connection.ask(request, answer.receive, self.timeout)
+            except Unanswered:
+                if used:  # the server has closed it meanwhile
+                    continue
+                raise
+            self._idle.append(connection)
+            return reply
+
+    async def _connect(self) -> Connection:
+        async with asyncio.timeout(self.timeout):
+            return await Connection.to(self._address)
 
 
-def _note(sample: Sample, event: dict[str, Any], now: float) -> list[int]:
-    """Take from one event what it says; returns the ids in it. Tokens are counted by the server;
-    where it tells their number only at the end, an event with text is one until then.
+class Answer:
+    """An event stream. What arrives is noted with its time, and read later, many parts at once:
+    one by one, each would find the processor's caches filled with the model again.
     """
-    try:
-        usage, choices = event.get("usage"), event["choices"]
-        if usage:
-            n = int(usage["completion_tokens"])
-            sample.prompt_tokens = int(usage["prompt_tokens"])
-            details = usage.get("prompt_tokens_details") or {}
-            sample.cached_tokens = int(details.get("cached_tokens") or 0)
-        else:
-            n = sample.tokens + bool(choices and choices[0]["text"])
-        if choices and n > sample.tokens:
-            sample.times.append(now)
-            sample.counts.append(n)
-        sample.tokens = n
-        sample.timings = event.get("timings") or sample.timings
-        return list(choices[0].get("token_ids") or ()) if choices else []
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ServerError("an event that is no completion's") from error
 
+    def __init__(self, sample: Sample, start: float) -> None:
+        self.sample = sample
+        self.ids: list[int] = []
+        self.events = 0
+        self.done = False
+        self._start = start
+        self._arrived: list[tuple[float, bytes]] = []
+        self._line = b""  # what has come of one that has not ended
 
-async def _events(reply: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of an event stream, up to `[DONE]`, which must come."""
-    async for line in reply.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+    def receive(self, data: bytes) -> None:
+        """Raises ServerError as `read` does."""
+        self._arrived.append((time.perf_counter() - self._start, data))
+        if len(self._arrived) == PILE:
+            self.read()
+
+    def read(self) -> None:
+        """All that has arrived. Raises ServerError for what is no completion."""
+        arrived, self._arrived = self._arrived, []
+        for now, data in arrived:
+            *lines, self._line = (self._line + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and not self.done:
+                    self._event(line.removeprefix(b"data:").strip(), now)
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == DONE:
+            self.done, self.sample.end = True, now
             return
         try:
             event = json.loads(data)
@@ -172,5 +199,29 @@ async def _events(reply: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
             raise ServerError("an event that is no object")
         if "error" in event:
             raise ServerError(str(event["error"]))
-        yield event
-    raise ServerError("the stream ended without [DONE]")
+        self.events += 1
+        self._note(event, now)
+
+    def _note(self, event: dict[str, Any], now: float) -> None:
+        """Take from one event what it says. Tokens are counted by the server; where it tells
+        their number only at the end, an event with text is one until then.
+        """
+        sample = self.sample
+        try:
+            usage, choices = event.get("usage"), event["choices"]
+            if usage:
+                n = int(usage["completion_tokens"])
+                sample.prompt_tokens = int(usage["prompt_tokens"])
+                details = usage.get("prompt_tokens_details") or {}
+                sample.cached_tokens = int(details.get("cached_tokens") or 0)
+            else:
+                n = sample.tokens + bool(choices and choices[0]["text"])
+            if choices and n > sample.tokens:
+                sample.times.append(now)
+                sample.counts.append(n)
+            sample.tokens = n
+            sample.timings = event.get("timings") or sample.timings
+            if choices:
+                self.ids += choices[0].get("token_ids") or ()
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError("an event that is no completion's") from error

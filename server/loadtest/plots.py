@@ -31,6 +31,7 @@ NAMES = {
     "turns": "turns of a conversation",
 }
 MOST_LANES = 40
+NARROWEST = 0.03  # inches between two lines that can be told apart
 
 Measure = Callable[[Cell], Spread | None]
 
@@ -130,6 +131,7 @@ def timeline_runs(records: Sequence[Record]) -> list[Record]:
 def timeline_plot(records: Sequence[Record]) -> Plot:
     """Each request of one run as a bar: waiting, reading the prompt, writing."""
     lanes = [min(MOST_LANES, len(r.samples)) for r in records]
+    narrowest = max(s.end for r in records for s in r.samples) / WIDTH * NARROWEST
     figure, panels = blank(len(records), 1.2 + sum(0.9 + 0.11 * n for n in lanes))
     for axes, record in zip(panels, records, strict=True):
         arm = record.run.arm
@@ -140,7 +142,8 @@ def timeline_plot(records: Sequence[Record]) -> Plot:
             bars = [(s.due, s.sent - s.due), (s.sent, s.times[0] - s.sent)]
             bars.append((s.times[0], s.end - s.times[0]))
             axes.broken_barh(bars, (lane - 0.35, 0.7), facecolors=(WAIT, PROMPT, COLOURS[arm]))
-            axes.vlines(s.times, lane - 0.35, lane + 0.35, color="white", linewidth=0.5)
+            if s.times[-1] - s.times[0] > narrowest * len(s.times):
+                axes.vlines(s.times, lane - 0.35, lane + 0.35, color="white", linewidth=0.5)
         axes.set_title(arm.label, loc="left", fontsize=10)
         axes.set(ylabel="request", ylim=(-0.6, None))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -157,7 +160,10 @@ def timeline_plot(records: Sequence[Record]) -> Plot:
     if any(s.error for r in records for s in r.samples):
         handles.append(Line2D([], [], color="#a3122a", marker="x", ls="", label="failed"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    words = "One run, request by request; each white line is a token that arrived."
+    words = (
+        "One run, request by request; each white line is a token that arrived, where there is room "
+        "for lines."
+    )
     return rendered("timeline", words, figure)
 
 
@@ -202,6 +208,7 @@ def _lines(axes: Axes, name: str, comparisons: Sequence[Comparison], measure: Me
     if name == "shared":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
 
 
 def _legend(axes: Axes) -> None:

@@ -37,20 +37,24 @@ def context_rows(comparisons: Iterable[Comparison], arms: Sequence[Arm]) -> list
     return rows
 
 
-def load_rows(cells: Iterable[Cell]) -> list[list[str]]:
+def middle(spread: Spread | None) -> float | None:
+    return spread.median if spread else None
+
+
+def load_rows(cells: Sequence[Cell]) -> list[list[str]]:
     """Header and rows: what each load came to."""
     rows = [["load", "arm", "TTFT p50 / p99", "ms per token", "end to end p50 / p99"]]
-    rows[0] += ["tokens/s", "requests/s", "goodput/s", "hit tokens", "failed"]
+    limited = any(c.goodput for c in cells)
+    rows[0] += ["tokens/s", "requests/s", *(["goodput/s"] if limited else [])]
+    rows[0] += ["hit tokens", "failed"]
 
     def ends(d: Distribution | None) -> str:
         return f"{digits(d.p50)} / {digits(d.p99)}" if d else MISSING
 
-    def middle(spread: Spread | None) -> float | None:
-        return spread.median if spread else None
-
     for c in cells:
         times = [ends(c.ttft), shown(c.tpot_repeats), ends(c.e2e), shown(c.tokens_per_second)]
-        rates = [shown(middle(c.requests_per_second)), shown(middle(c.goodput))]
+        rates = [shown(middle(c.requests_per_second))]
+        rates += [shown(middle(c.goodput))] if limited else []
         hits = f"{c.cached_tokens:,} of {c.prompt_tokens:,}"
         rows.append(
             [c.load.label, c.arm.label, *times, *rates, hits, f"{c.failed} of {c.requests}"]
@@ -104,7 +108,9 @@ def table(rows: Sequence[Sequence[str]], title: str, caption: str | None = None)
         title=title, caption=caption, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
     )
     for i, name in enumerate(rows[0]):
-        result.add_column(name, justify="left" if i == 0 else "right", no_wrap="TTFT" not in name)
+        for unit in (" TTFT", " tokens/s"):  # on a line of its own: no number should be cut
+            name = name.replace(unit, f"\n{unit.strip()}")
+        result.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows[1:]:
         result.add_row(*row)
     return result
@@ -124,7 +130,7 @@ def tables(
     others = list(dict.fromkeys(c.load for c in cells if c.load not in shown_above))
     if others:
         rows, common = other_rows(compare(cells, others), arms)
-        parts.append(table(rows, f"{model}: {common}", "TTFT: median, in milliseconds"))
+        parts.append(table(rows, f"{model}: {common}", "medians; TTFT in milliseconds"))
     parts.append(table(arm_rows(summary["arms"]), "the arms' work"))
     return Group(*parts)
 
@@ -135,13 +141,15 @@ def other_rows(
     """Header and rows for a terminal, and what all of them have in common."""
     every = [c.load.words for c in comparisons]
     common = [word for word in every[0] if all(word in words for words in every)]
+    if len(every) == 1:
+        common = common[:1]  # the context: the rest tells it from the loads of other tables
     rows = [["load", *(f"{arm.label} TTFT" for arm in arms)]]
     rows[0] += [*(f"{arm.label} tokens/s" for arm in arms), "failed"]
     for c, words in zip(comparisons, every, strict=True):
         own = ", ".join(word for word in words if word not in common) or "one at a time"
         mine = [c.arms.get(arm) for arm in arms]
         first = [cell and cell.ttft and cell.ttft.p50 for cell in mine]
-        speed = [cell and cell.tokens_per_second for cell in mine]
+        speed = [cell and middle(cell.tokens_per_second) for cell in mine]
         failed = sum(cell.failed for cell in mine if cell)
         rows.append([own, *map(shown, first), *map(shown, speed), shown(failed)])
     return rows, ", ".join(common)
@@ -174,7 +182,8 @@ img { width: 100%; height: auto; background: white; border: 1px solid #ddd8cc; b
 summary { cursor: pointer; }
 @media print { body { background: white; padding: 0; max-width: none; font-size: 11px; }
   figure, tr { break-inside: avoid; } .scroll { overflow: visible; } h2 { break-after: avoid; }
-  table { font-size: 8px; } th, td { white-space: normal; }
+  table { font-size: 8px; } th, td { white-space: normal; } figcaption { font-size: 9px; }
+  .scroll th:first-child, .scroll td:first-child { position: static; background: none; }
   .finding { font-size: 12px; } .plots figure { flex-basis: 40%; } }
 """
 

@@ -14,6 +14,8 @@ from server.loadtest.workload import Arm
 
 MANY = 0.01  # of the requests failed: no number of the rest can be trusted
 
+EXAMPLES = 3  # of cases in a warning; the cells have all
+
 
 class ResultError(ValueError):
     """A file that is no result, in one line."""
@@ -56,14 +58,19 @@ def warnings(measurement: Measurement, cells: Sequence[Cell], arms: Sequence[Arm
     if measurement.failures:
         n = len(measurement.samples)
         result.append(f"{measurement.failures} of {n} requests failed; the times are of the rest.")
-    if Arm.UNCACHED not in arms:
+    if Arm.AS_SERVED in arms:
         result.append("The server does not know use_cache, so only one arm was measured.")
     totals = {work(cells, arm)["tokens"] for arm in arms}
     if len(totals) > 1 and not measurement.interrupted:
         result.append("The arms did different amounts of work.")
-    slow = [f"{c.load.label}, {c.arm.label}: {words}" for c in cells for words in c.warnings]
+    slow = [c for c in cells if c.warnings]
     if slow:
-        result.append(f"The client may have been what was slow ({'; '.join(slow)}).")
+        some = [f"{c.load.label}, {c.arm.label}: {', '.join(c.warnings)}" for c in slow[:EXAMPLES]]
+        more = ["..."] if len(slow) > EXAMPLES else []
+        result.append(
+            f"The client may have been what was slow, in {len(slow)} of {len(cells)} cases "
+            f"({'; '.join(some + more)})."
+        )
     return result
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2
@@ -46,6 +46,12 @@ class Target:
             version=version.get("version"),
             arms=(Arm.CACHED, Arm.UNCACHED) if knows else (Arm.AS_SERVED,),
         )
+
+    def alone(self, arm: Arm) -> Target:
+        """With one arm only. Raises ServerError where it is not known."""
+        if arm not in self.arms:
+            raise ServerError("the server does not know use_cache, so it has no such arm")
+        return replace(self, arms=(arm,))
 
 
 def _answer(http: httpx2.Client, path: str) -> dict[str, Any]:

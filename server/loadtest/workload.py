@@ -190,10 +190,15 @@ SWEEPS = ("context", "tokens", "concurrency", "rate", "shared", "turns")
 
 
 def plan(
-    preset: Preset, given: Mapping[str, Sequence[float]], window: int | None, repeats: int | None
+    preset: Preset,
+    given: Mapping[str, Sequence[float]],
+    window: int | None,
+    repeats: int | None,
+    talks: int | None = None,
 ) -> Workload:
     """The preset's sweeps; or, if any values are given, those alone: a thing with one value has it
-    in every load, a thing with several is swept while the others keep their first.
+    in every load, a thing with several is swept while the others keep their first. A run has
+    `talks` conversations, or as many as its load takes.
     """
     span = min(window or SPAN, SPAN)
     values = given or {
@@ -206,11 +211,11 @@ def plan(
     swept = [name for name in SWEEPS if len(values.get(name, ())) > (1 if given else 0)]
     sweeps = {name: [_with(base, **{name: value}) for value in values[name]] for name in swept}
     # When everything is given once there is one load to measure, and nothing to draw a line by.
-    return Workload(
-        sweeps or {"context": [base]},
-        repeats or preset.repeats,
-        float("inf") if given or repeats else preset.seconds,
-    )
+    sweeps = sweeps or {"context": [base]}
+    if talks:
+        sweeps = {name: [replace(load, talks=talks) for load in sweeps[name]] for name in sweeps}
+    seconds = float("inf") if given or repeats or talks else preset.seconds
+    return Workload(sweeps, repeats or preset.repeats, seconds)
 
 
 def _with(load: Load, **values: float) -> Load:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from server.loadtest.conditions import conditions
 from server.loadtest.engine import ceilings, cores
 from server.loadtest.engine import figures as f
 from server.loadtest.engine.cells import GROWTH, POOL, Cell, Kind, Room, fit
@@ -24,7 +21,6 @@ from server.loadtest.engine.plots import plots
 from server.loadtest.engine.process import Process, ProcessError
 from server.loadtest.engine.rounds import Pair, Record, measure
 from server.loadtest.host import interruptible
-from server.version import VERSION
 
 
 class EngineError(Exception):
@@ -121,7 +117,13 @@ def run(plan: Plan, facts: dict[str, Any]) -> Outcome:
         found = f.figures(record, plan.repeats, variants, limits)
         reasons = {f"{cell}, {name}": words for (cell, name), words in record.failures.items()}
         summary = {
-            "conditions": {**_conditions(plan, ready[0]), **facts},
+            "conditions": conditions(
+                device=ready[0]["device"],
+                threads=plan.threads,
+                repeats=plan.repeats,
+                seed=plan.seed,
+                **facts,
+            ),
             "interrupted": record.interrupted,
             "ceilings": limits.as_json(),
             "contenders": {
@@ -206,19 +208,4 @@ def _cell(cell: Cell, of: dict[str, f.Figure], main: Sequence[str]) -> dict[str,
         "new": cell.new,
         "figures": {name: figure.as_json() for name, figure in of.items()},
         "ratios": {name: f.ratios(of, name) for name in main},
-    }
-
-
-def _conditions(plan: Plan, ready: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-        "machine": f"{cores.processor()}, {os.cpu_count()} CPUs",
-        "device": ready["device"],
-        "threads": plan.threads,
-        "repeats": plan.repeats,
-        "seed": plan.seed,
-        "onerow": VERSION,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "system": platform.platform(),
     }

@@ -42,6 +42,8 @@ class FakeServer:
         self.status = 200
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
+        self.connections = 0
+        self.closes = False  # each connection after one answer
         self.at_once = self.most_at_once = 0
         self.pages: dict[str, object] = {
             "/v1/models": {"data": [{"id": "fake", "max_model_len": 512}]}
@@ -49,6 +51,7 @@ class FakeServer:
         self.url = ""
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 method, path, _ = head.split(" ", 2)
@@ -64,6 +67,8 @@ class FakeServer:
                         await self.complete(writer, self.bodies[-1])
                     finally:
                         self.at_once -= 1
+                    if self.closes:
+                        return
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass  # the client has left, or the test is over
         finally:

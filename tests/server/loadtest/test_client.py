@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 import time
+from functools import partial
 
 import pytest
 
-from server.loadtest.client import Client, Sample, ServerError
+from server.loadtest.client import Answer, Client, Sample, ServerError
+from server.loadtest.connection import Address
+from server.loadtest.measurement import Record, play
 from server.loadtest.target import Target
-from server.loadtest.workload import Arm
-from tests.server.loadtest.fake import DONE, FakeServer, Script, event, serving
+from server.loadtest.workload import Arm, Load, Run, talks
+from tests.server.loadtest.fake import DONE, FakeServer, Script, answer, event, serving
 
 PROMPT = (1, 2, 3, 4)
 
@@ -97,6 +101,98 @@ class TestRequest:
         measure(fake.url, arm=Arm.AS_SERVED)
         assert "use_cache" not in fake.bodies[0]
 
+    def test_where_and_as_whom_it_asks(self) -> None:
+        address = Address.of("https://user@example.org/api/", "/v1/completions", "secret")
+        assert (address.host, address.port, address.tls) == ("example.org", 443, True)
+        head, body = address.request(b"{}").decode().split("\r\n\r\n")
+        assert head.splitlines() == [
+            "POST /api/v1/completions HTTP/1.1",
+            "Host: example.org",
+            "Authorization: Bearer secret",
+            "Content-Type: application/json",
+            "Content-Length: 2",
+        ]
+        assert body == "{}"
+        plain = Address.of("http://[::1]:8000", "/v1/completions", None)
+        assert (plain.host, plain.port, plain.tls) == ("::1", 8000, False)
+        assert b"Host: [::1]:8000\r\n" in plain.request(b"")
+
+
+class TestConnections:
+    def ask_twice(self, fake: FakeServer) -> list[Sample]:
+        async def twice() -> list[Sample]:
+            async with Client(fake.url, "fake") as client:
+                start = time.perf_counter()
+                return [
+                    (await client.measure(PROMPT, 3, Arm.CACHED, start, 0.0))[0] for _ in range(2)
+                ]
+
+        return asyncio.run(twice())
+
+    def test_one_is_used_again(self, fake: FakeServer) -> None:
+        assert [sample.error for sample in self.ask_twice(fake)] == [None] * 2
+        assert fake.connections == 1
+
+    def test_after_a_refusal_too(self, fake: FakeServer) -> None:
+        fake.status = 503
+        assert all(sample.error for sample in self.ask_twice(fake))
+        assert fake.connections == 1
+
+    def test_not_if_the_server_has_closed_it(self, fake: FakeServer) -> None:
+        fake.closes = True
+        fake.script = lambda body: [*answer(body), 0.1]  # so that the end comes with its close
+        assert [sample.error for sample in self.ask_twice(fake)] == [None] * 2
+        assert fake.connections == 2
+
+
+class TestStream:
+    def test_events_may_come_in_any_pieces(self) -> None:
+        stream = "".join(f"data: {event(n)}\r\n\r\n: still here\n\n" for n in range(1, 60))
+        whole = f"{stream}data:{DONE}\n\n".encode()
+        for size in (1, 7, 300, len(whole)):
+            seen = Answer(Sample(0.0), time.perf_counter())
+            for i in range(0, len(whole), size):
+                seen.receive(whole[i : i + size])
+            seen.read()
+            assert (seen.events, seen.done, seen.sample.tokens) == (59, True, 59)
+            assert seen.sample.times == sorted(seen.sample.times)
+
+    def test_times_are_those_of_the_bytes(self) -> None:
+        """And not of their reading, which is put off."""
+        seen = Answer(Sample(0.0), time.perf_counter())
+        for n in (1, 2):
+            seen.receive(f"data: {event(n)}\n\n".encode())
+            time.sleep(0.05)
+        seen.read()
+        assert seen.sample.times[0] < 0.05 <= seen.sample.times[1]
+
+    def test_the_client_is_woken_by_little_else_than_events(self, fake: FakeServer) -> None:
+        """Each time it takes a core from the server, whose caches it then has to fill again."""
+        fake.script = partial(answer, pause=0.02)
+        selector = Counting()
+        load = Load(4, tokens=40, talks=1)
+        record = Record(Run(load, Arm.CACHED, 1, talks(load, Arm.CACHED, 1, 0)))
+
+        async def once() -> None:
+            async with Client(fake.url, "fake") as client:
+                await play(client, record)
+
+        with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, selector)) as runner:
+            runner.run(once())
+        assert record.events == 40
+        assert record.lags
+        assert selector.waits < 1.5 * record.events + 20
+
+
+class Counting(selectors.DefaultSelector):
+    """Counts how often it had to wait."""
+
+    waits = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.waits += 1
+        return super().select(timeout)
+
 
 class TestFailures:
     @pytest.mark.parametrize(
@@ -123,6 +219,29 @@ class TestFailures:
     def test_a_refusal_is_a_failed_sample(self, fake: FakeServer) -> None:
         fake.status = 429
         assert "429" in str(measure(fake.url)[0].error)
+
+    def test_a_server_that_falls_silent(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(1), 5.0, event(3), DONE]
+
+        async def once() -> Sample:
+            async with Client(fake.url, "fake", timeout=0.2) as client:
+                start = time.perf_counter()
+                return (await client.measure(PROMPT, 3, Arm.CACHED, start, 0.0))[0]
+
+        sample = asyncio.run(once())
+        assert sample.error == "the server was silent for 0.2 seconds"
+        assert 0.2 <= sample.end < 4
+
+    def test_a_server_that_leaves(self, fake: FakeServer) -> None:
+        def leaves(body: object) -> Script:
+            raise ConnectionError
+
+        fake.script = leaves
+        assert measure(fake.url)[0].error
+
+    def test_an_answer_that_is_not_http(self, fake: FakeServer) -> None:
+        fake.status = 4444444
+        assert measure(fake.url)[0].error
 
     def test_nobody_there(self) -> None:
         with serving() as gone:
@@ -155,3 +274,9 @@ class TestTarget:
         fake.pages["/v1/models"] = page
         with pytest.raises(ServerError, match="not a list of models"):
             Target.at(fake.url)
+
+    def test_one_arm_alone(self, fake: FakeServer) -> None:
+        with pytest.raises(ServerError, match="does not know use_cache"):
+            Target.at(fake.url).alone(Arm.CACHED)
+        fake.pages["/openapi.json"] = {"properties": ["use_cache"]}
+        assert Target.at(fake.url).alone(Arm.CACHED).arms == (Arm.CACHED,)

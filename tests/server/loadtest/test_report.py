@@ -15,7 +15,7 @@ from rich.console import Console
 from server.loadtest import comparison, report, result
 from server.loadtest.bench import Outcome, command_line
 from server.loadtest.client import Sample
-from server.loadtest.figures import cells, compare
+from server.loadtest.figures import Objective, cells, compare
 from server.loadtest.measurement import Measurement
 from server.loadtest.plots import context_plot, crossing_words, plots
 from server.loadtest.workload import Arm, Load, Workload
@@ -153,13 +153,42 @@ class TestTables:
         text = self.text(some)
         assert "…" not in text
         assert "8.00" in text
-        assert "16 at once" in text
+        assert re.search(r"^ *16 tokens, 16 at once ", text, re.MULTILINE)
 
     def test_one_arm(self) -> None:
         records = [record(load, Arm.AS_SERVED, sample(0.1, 0.02)) for load in CONTEXTS]
         text = self.text(outcome(Measurement(records), (Arm.AS_SERVED,)))
         assert "as served" in text
         assert "uncached" not in text
+
+    def test_no_number_is_cut_however_long(self) -> None:
+        loads = [Load(128, 24, concurrency=n, talks=n) for n in (2, 16)]
+        times = [sample(12.345 * i, 1.0) for i in (1, 2)]
+        records = [record(load, arm, s) for load in loads for arm in BOTH for s in times]
+        assert "…" not in self.text(outcome(Measurement(records, repeats=2)))
+
+    def test_goodput_is_a_column_where_there_is_a_limit(self) -> None:
+        measured = Measurement([record(CONTEXTS[0], Arm.CACHED, sample(0.1, 0.02))])
+        for objective, there in ((None, False), (Objective(ttft=1e9), True)):
+            header, row = report.load_rows(cells(measurement=measured, objective=objective))
+            assert ("goodput/s" in header) is there
+            assert len(header) == len(row)
+
+    def test_a_warning_names_some_cases_and_counts_all(self) -> None:
+        slow = [record(Load(n), Arm.CACHED, sample(0.1, 0.02)) for n in range(1, 10)]
+        for each in slow:
+            each.lags = [0.05]
+        [words] = outcome(Measurement(slow), (Arm.CACHED,)).summary["warnings"]
+        assert "in 9 of 9 cases" in words
+        assert words.count("clock lagged") == 3
+
+    @pytest.mark.parametrize(("arm", "told"), [(Arm.AS_SERVED, True), (Arm.CACHED, False)])
+    def test_why_there_is_one_arm_is_told_unless_it_was_asked_for(
+        self, arm: Arm, told: bool
+    ) -> None:
+        records = [record(load, arm, sample(0.1, 0.02)) for load in CONTEXTS]
+        warnings = " ".join(outcome(Measurement(records), (arm,)).summary["warnings"])
+        assert ("does not know use_cache" in warnings) is told
 
 
 class TestCompare:

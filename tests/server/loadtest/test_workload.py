@@ -126,3 +126,11 @@ class TestPlan:
         [load] = plan(QUICK, {"rate": [8.0], "concurrency": [1]}, 512, None).loads
         assert (load.rate, load.concurrency) == (8.0, 1)
         assert load.label == "context 128, 8 tokens, 8/s"
+
+    def test_so_many_conversations_in_each_run(self) -> None:
+        work = plan(QUICK, {"concurrency": [1, 8]}, 512, None, talks=5)
+        assert [load.talks for load in work.loads] == [5, 5]
+        assert [len(run.talks) for run in work.runs(BOTH, 0) if run.repeat == 1] == [5] * 4
+        swept = plan(QUICK, {}, 512, None, talks=3)
+        assert {load.talks for load in swept.loads} == {3}
+        assert swept.seconds == float("inf")  # what takes longer than the preset is what was asked
