@@ -391,24 +391,9 @@ INLINE int block_inputs(const struct linear *l, int from) {
     return l->k - from < BLOCK ? l->k - from : BLOCK;
 }
 
-// sums (tokens, WIDE) += x W^T for `n` panels from `panel` on, by a block of inputs.
-static void add_block(const struct linear *l, struct tiles tiles, int from, int panel, int n,
-                      float *sums) {
-    int first = tile_start(tiles.n_tokens, tiles.begin), share = tiles.end - tiles.begin;
-    struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from)};
-    b.next = weights(l, panel, from + BLOCK);
-    b.pace = 64 / share; // each tile asks for a part of what comes next
-    FOR_TILES(tiles, at, m) {
-        const float *x = tiles.x + (long)at * l->k + from * m;
-        float *y = sums + (at - first) * WIDE;
-        if (l->type == FLOAT32)
-            multiply_float32(m, x, b, y, WIDE, n);
-        else if (l->type == BFLOAT16)
-            multiply_bfloat16(m, x, b, y, WIDE, n);
-        else
-            multiply_int8(m, x, b, y, WIDE, n);
-        b.next += (long)b.k * LANES * SIZES[l->type] / share;
-    }
+// The weights that are read after `n` panels' block from an input on.
+INLINE const char *weights_after(const struct linear *l, int panel, int n, int from) {
+    return from + BLOCK < l->k ? weights(l, panel, from + BLOCK) : weights(l, panel + n, 0);
 }
 
 // A panel's weights of k inputs as float32.
@@ -422,6 +407,26 @@ INLINE void widen(int type, const char *w, int k, float *to) {
             for (int j = 0; j < VECTORS; j++)
                 *(Floats *)(to + (at + u) * LANES + j * WIDTH) = weights[j];
         }
+}
+
+// sums (tokens, WIDE) += x W^T for `n` panels from `panel` on, by a block of inputs.
+static void add_block(const struct linear *l, struct tiles tiles, int from, int panel, int n,
+                      float *sums) {
+    int first = tile_start(tiles.n_tokens, tiles.begin), share = tiles.end - tiles.begin;
+    struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from)};
+    b.next = weights_after(l, panel, n, from);
+    b.pace = 64 / share; // each tile asks for a part of what comes next
+    FOR_TILES(tiles, at, m) {
+        const float *x = tiles.x + (long)at * l->k + from * m;
+        float *y = sums + (at - first) * WIDE;
+        if (l->type == FLOAT32)
+            multiply_float32(m, x, b, y, WIDE, n);
+        else if (l->type == BFLOAT16)
+            multiply_bfloat16(m, x, b, y, WIDE, n);
+        else
+            multiply_int8(m, x, b, y, WIDE, n);
+        b.next += (long)b.k * LANES * SIZES[l->type] / share;
+    }
 }
 
 // The same for one panel and many tokens: they all read the block out of the nearest cache, while
@@ -448,7 +453,8 @@ static void add_block_to_many(const struct linear *l, struct tiles tiles, int fr
 }
 
 // sums (tokens, WIDE) = x W^T for `n` panels from `panel` on.
-static void add_panels(const struct linear *l, struct tiles tiles, int panel, int n, float *sums) {
+static void multiply_panels(const struct linear *l, struct tiles tiles, int panel, int n,
+                            float *sums) {
     int tokens = tile_start(tiles.n_tokens, tiles.end) - tile_start(tiles.n_tokens, tiles.begin);
     memset(sums, 0, tokens * WIDE * sizeof *sums);
     if (tokens > FEW) { // a block of all the tokens' inputs stays near, too
@@ -456,7 +462,7 @@ static void add_panels(const struct linear *l, struct tiles tiles, int panel, in
             for (int p = 0; p < n; p++)
                 add_block_to_many(l, tiles, from, panel + p,
                                   p + 1 < n ? weights(l, panel + p + 1, from)
-                                            : weights(l, panel, from + BLOCK),
+                                            : weights_after(l, panel, n, from),
                                   sums + p * LANES);
         return;
     }
@@ -503,7 +509,7 @@ static void linear(struct member *me, const struct linear *l, const float *x, in
         for (int group = 0; group < groups; group++) {
             tiles.begin = (long)all * group / groups;
             tiles.end = (long)all * (group + 1) / groups;
-            add_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
+            multiply_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
             int begin = tile_start(n_tokens, tiles.begin), end = tile_start(n_tokens, tiles.end);
             for (int t = begin; t < end; t++)
                 finish(l, first, n, sums + (t - begin) * WIDE, onto, activation,
@@ -848,14 +854,17 @@ void onerow_attend(const struct pool *p, const struct batch *b, const float *q, 
     }
 }
 
+// Embedding and last norm; of a layer two for each linear layer, two norms and attention.
 static long n_phases(const struct model *m) { return 11 * m->n_layer + 2; }
+
+// The most inputs that a linear layer of the network has.
+static long widest(const struct model *m) { return m->d_ff > m->d_model ? m->d_ff : m->d_model; }
 
 // Bytes of scratch that onerow_forward needs.
 long onerow_forward_scratch(const struct model *m, const struct pool *p, int n_tokens, int n_keys,
                             int threads) {
     long d_qkv = m->d_model + 2L * p->n_kv_head * p->d_head;
-    long widest = m->d_ff > m->d_model ? m->d_ff : m->d_model;
-    long floats = n_tokens * (2L * m->d_model + d_qkv + m->d_ff + widest) +
+    long floats = n_tokens * (2L * m->d_model + d_qkv + m->d_ff + widest(m)) +
                   threads * attend_scratch(p, n_keys);
     return n_phases(m) * sizeof(struct phase) + floats * sizeof(float);
 }
@@ -869,7 +878,7 @@ void onerow_forward(const struct model *m, const struct pool *first, long layer_
     struct phase *phases = (struct phase *)scratch;
     float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d,
           *wide = qkv + n * d_qkv, *packed = wide + n * m->d_ff;
-    float *own = packed + n * (m->d_ff > d ? m->d_ff : d), *x = hidden;
+    float *own = packed + n * widest(m), *x = hidden;
     memset(phases, 0, n_phases(m) * sizeof *phases);
 #pragma omp parallel num_threads(threads)
     {

@@ -71,8 +71,9 @@ class Scheduler:
 
     def follow(self, step: Ordered[Sequence]) -> list[int]:
         """Choose the work of the step behind one whose tokens nobody knows yet, and take a row for
-        each: the places in `step` of those that go on, unless their token is a stop. None, if the
-        step behind is to do anything else: then it is scheduled when the tokens are known.
+        each: the places in `step` of those that go on, unless their token is a stop. No places, if
+        the step behind is to do anything else, or may have to: then it is scheduled when the tokens
+        are known. So it is while anybody waits for a free place, though it be for something else.
 
         Idle rows are evicted for it, as they will be anyway; nobody is preempted.
         """

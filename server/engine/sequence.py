@@ -95,10 +95,10 @@ Event = Delta | Failure
 class Sequence:
     """A request at work: its tokens, and the rows of the first `computed` of them.
 
-    Invariant: 0 <= computed <= taken <= n_tokens. `rows`, of which there are `taken`, are held in
-    the pool; those behind `computed` are being computed in the running step. A token is drawn when
-    computed == n_tokens, and only then. While a step is launched behind one that is not read yet,
-    `taken` is n_tokens + 1: the last row is that of the token which is being drawn.
+    Invariant: 0 <= computed <= taken <= n_tokens + 1. `rows`, of which there are `taken`, are held
+    in the pool; those behind `computed` are being computed in the running step. A token is drawn
+    when computed == n_tokens, and only then. `taken` is n_tokens + 1 only while a step is launched
+    behind one that is not read yet: the last row is that of the token which is being drawn.
     """
 
     def __init__(self, request: Request) -> None:

@@ -158,7 +158,7 @@ def test_gpt2_greedy_texts_equal_hugging_face(gpt2: Pair) -> None:
     texts = [Text(prompt(3, 50257)), Text(prompt(40, 50257)), Text(prompt(9, 50257), chunk=1)]
     Driver(ours, n_rows=200).generate(texts, 30)
     for text in texts:
-        assert len(set(text.made)) > 10
+        assert len(set(text.made)) > 5  # no single token over and over
         computed = text.tokens[:-1]
         assert text.made == hf_choices(theirs, computed)[-30:]
         assert text.made == full_pass(ours, computed).argmax(dim=-1).tolist()[-30:]
