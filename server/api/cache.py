@@ -12,9 +12,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from server.api.errors import try_later
-from server.api.openapi import ALWAYS, errors
+from server.api.openapi import ALWAYS, REF, errors
 from server.api.schemas import (
     CacheAnswer,
+    CacheEvent,
     CacheTotals,
     ResetAnswer,
     RowCounts,
@@ -33,6 +34,11 @@ router = APIRouter(tags=["cache"])
 INTERVAL = 0.5  # seconds between two looks at the cache
 MOST_SESSIONS = 100  # in an event; all are in /v1/cache and /v1/sessions
 SILENCE = 15.0  # seconds until a comment shows a listener that the server is there
+
+DATA = CacheEvent.model_json_schema(ref_template=REF)
+del DATA["$defs"]  # other answers have them in the document
+EVENT = StreamEvent.model_json_schema()
+EVENT["properties"]["data"] |= {"contentMediaType": "application/json", "contentSchema": DATA}
 
 
 @router.get("/v1/cache", summary="Rows and sessions", responses=errors(*ALWAYS))
@@ -91,9 +97,9 @@ async def rows(request: Request) -> RowsAnswer:
     responses={
         200: {
             "description": "Server-sent events, at most two a second: what `/v1/cache` says, with "
-            f"the {MOST_SESSIONS} sessions that were used last, and the runs of rows that have "
-            "changed since the event before.",
-            "content": {"text/event-stream": {"schema": StreamEvent.model_json_schema()}},
+            f"the {MOST_SESSIONS} sessions that were used last, their number, and the runs of "
+            "rows that have changed since the event before.",
+            "content": {"text/event-stream": {"schema": EVENT}},
         },
         **errors(429, *ALWAYS),
     },
@@ -115,33 +121,34 @@ async def changes(request: Request) -> AsyncIterator[str]:
     known: set[RowRun] = set()
     seen: Snapshot | None = None
     records: list[SessionRecord] = []
-    before: CacheAnswer | None = None
+    n_sessions = 0
+    before: tuple[CacheAnswer, int] | None = None
     silent_since = time.monotonic()
     while True:
         now = service.worker.snapshot
         turned = seen is None or now.sessions is not seen.sessions
         if turned:
-            records = latest(now.sessions, tenant)
+            records, n_sessions = latest(now.sessions, tenant)
         if turned or now != seen:  # of the same sessions, which need not be compared
             seen = now
             runs = await row_runs(request)
             answer = answer_of(service, now, records, runs if service.keyed else None)
-            if answer != before:
+            if (answer, n_sessions) != before:
                 changed = [plain(run) for run in runs if run not in known]
-                known, before = set(runs), answer
+                known, before = set(runs), (answer, n_sessions)
                 silent_since = time.monotonic()
-                yield event({**answer.model_dump(), "runs": changed})
+                yield event({**answer.model_dump(), "n_sessions": n_sessions, "runs": changed})
         if time.monotonic() - silent_since > SILENCE:
             silent_since = time.monotonic()
             yield COMMENT
         await asyncio.sleep(INTERVAL)
 
 
-def latest(records: Records, tenant: str) -> list[SessionRecord]:
-    """The tenant's sessions that were used last, the oldest first."""
-    own = (record for (owner, _), record in records.items() if owner == tenant)
+def latest(records: Records, tenant: str) -> tuple[list[SessionRecord], int]:
+    """The tenant's sessions that were used last, the oldest first; and how many there are."""
+    own = [record for (owner, _), record in records.items() if owner == tenant]
     used_last = nlargest(MOST_SESSIONS, own, key=lambda record: record.last_used)
-    return sorted(used_last, key=lambda record: (record.created, record.name))
+    return sorted(used_last, key=lambda record: (record.created, record.name)), len(own)
 
 
 @router.post("/v1/cache/reset", summary="Empty the cache", responses=errors(*ALWAYS))

@@ -517,6 +517,13 @@ class CacheAnswer(BaseModel):
     sessions: list[SessionAnswer]
 
 
+class CacheEvent(CacheAnswer):
+    """The cache as it is now, with those `sessions` that were used last."""
+
+    n_sessions: int = Field(description="all that the caller has")
+    runs: list[RowRunAnswer] = Field(description="that were not like this in the event before")
+
+
 class MatrixAnswer(BaseModel):
     name: str
     meaning: str

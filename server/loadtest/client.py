@@ -6,17 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from httptools import HttpParserError
-
 from server.loadtest.connection import Address, Connection, Unanswered
 from server.loadtest.workload import Arm
 
-OK = 200
 DONE = b"[DONE]"
 PILE = 32  # parts of an answer that may lie unread
 
@@ -125,14 +124,16 @@ class Client:
         sample.sent = time.perf_counter() - start
         try:
             status, refusal = await self._ask(request, answer)
-            if status != OK:
+            if status != HTTPStatus.OK:
                 raise ServerError(f"status {status}: {refusal.decode(errors='replace')[:200]}")
             answer.read()
             if not answer.done:
                 raise ServerError("the stream ended without [DONE]")
             if sample.tokens != tokens:
                 raise ServerError(f"{sample.tokens} tokens where {tokens} were asked for")
-        except (OSError, HttpParserError, ServerError) as error:
+        except Exception as error:  # whatever a server sends or does not
+            with suppress(Exception):
+                answer.read()
             sample.error = str(error) or type(error).__name__
             sample.end = time.perf_counter() - start
         finally:
@@ -172,17 +173,23 @@ class Answer:
         self._arrived: list[tuple[float, bytes]] = []
         self._line = b""  # what has come of one that has not ended
 
-    def receive(self, data: bytes) -> None:
-        """Raises ServerError as `read` does."""
+    def receive(self, data: bytes) -> bool:
+        """Whether it was the last part. What is not the usual event is read at once: it may be the
+        end, or an error. Raises ServerError as `read` does.
+        """
         self._arrived.append((time.perf_counter() - self._start, data))
-        if len(self._arrived) == PILE:
+        usual = data.endswith(b"}\n\n") and b'"error"' not in data and not self._line
+        if not usual or len(self._arrived) == PILE:
             self.read()
+        return self.done
 
     def read(self) -> None:
         """All that has arrived. Raises ServerError for what is no completion."""
         arrived, self._arrived = self._arrived, []
         for now, data in arrived:
             *lines, self._line = (self._line + data).split(b"\n")
+            if self._line.removeprefix(b"data:").strip() == DONE:  # whose line need not end
+                lines.append(self._line)
             for line in lines:
                 if line.startswith(b"data:") and not self.done:
                     self._event(line.removeprefix(b"data:").strip(), now)
@@ -220,8 +227,9 @@ class Answer:
                 sample.times.append(now)
                 sample.counts.append(n)
             sample.tokens = n
-            sample.timings = event.get("timings") or sample.timings
+            if timings := event.get("timings"):
+                sample.timings = {name: float(ms) for name, ms in timings.items()}
             if choices:
                 self.ids += choices[0].get("token_ids") or ()
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ServerError("an event that is no completion's") from error

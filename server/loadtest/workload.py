@@ -198,7 +198,7 @@ def plan(
 ) -> Workload:
     """The preset's sweeps; or, if any values are given, those alone: a thing with one value has it
     in every load, a thing with several is swept while the others keep their first. A run has
-    `talks` conversations, or as many as its load takes.
+    `talks` conversations, in a closed loop at least those at once; or as many as its load takes.
     """
     span = min(window or SPAN, SPAN)
     values = given or {
@@ -213,7 +213,11 @@ def plan(
     # When everything is given once there is one load to measure, and nothing to draw a line by.
     sweeps = sweeps or {"context": [base]}
     if talks:
-        sweeps = {name: [replace(load, talks=talks) for load in sweeps[name]] for name in sweeps}
+        for name, loads in sweeps.items():
+            sweeps[name] = [
+                replace(load, talks=max(talks, 0 if load.rate else load.concurrency or 0))
+                for load in loads
+            ]
     seconds = float("inf") if given or repeats or talks else preset.seconds
     return Workload(sweeps, repeats or preset.repeats, seconds)
 

@@ -90,11 +90,14 @@ export class CacheView {
     $("cache-numbers").replaceChildren(...cells);
     const state = ["free", "running", "idle"].map((name) => `${count(rows[name])} ${name}`);
     $("cache-rows").setAttribute("aria-label", `${count(rows.total)} rows: ${state.join(", ")}`);
-    this.#list(now.sessions);
+    this.#list(now.sessions, now.n_sessions);
   }
 
-  /** Rows of the table are kept as long as their session is: a button must not vanish in a click. */
-  #list(sessions) {
+  /** Those that were used last. While a session is one of them its row of the table is kept, for
+   * a button must not vanish in a click. */
+  #list(sessions, n) {
+    $("cache-more").hidden = sessions.length === n;
+    $("cache-more").textContent = `The last ${count(sessions.length)} of ${count(n)}.`;
     $("cache-none").hidden = sessions.length > 0;
     $("cache-scroll").hidden = sessions.length === 0;
     const body = $("cache-sessions");

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.api import cache
 from tests.browser.models import Says, Works
 from tests.conftest import ServeLive
 from tests.fakes import FakeModel
@@ -413,6 +414,23 @@ class TestCache:
         expect(page.locator("#cache-numbers")).to_contain_text(re.compile(r"idle\s*0\s*kept"))
         page.click("text=Write six stories")
         expect(page.locator("#cache-numbers")).to_contain_text(re.compile(r"idle\s*[1-9]\d\d"))
+
+    def test_there_are_more_sessions_than_it_lists(
+        self, serve_live: ServeLive, visit: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cache, "MOST_SESSIONS", 2)
+        live = serve_live(FakeModel(n_ctx=N_CTX))
+        for name in ("tom", "sue", "ann"):
+            live.complete(prompt="ab", session_id=name, max_tokens=5)
+        page = visit(live, "cache")
+        lines, more = page.locator("#cache-sessions tr"), page.locator("#cache-more")
+        expect(more).to_have_text("The last 2 of 3.")
+        expect(lines).to_have_count(2)
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click('[aria-label="Delete sue"]')
+        expect(page.locator("#cache-sessions")).to_contain_text("tom")
+        expect(lines).to_have_count(2)
+        expect(more).to_be_hidden()
 
     def test_it_hangs_up_when_nobody_looks(self, serve_live: ServeLive, visit: Open) -> None:
         live = serve_live(FakeModel(n_ctx=N_CTX))

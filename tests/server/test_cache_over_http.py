@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api import cache
+from server.api.schemas import CacheEvent
 from server.engine.rowmap import RowRun
 from server.engine.snapshot import Records, SessionRecord, Snapshot
 from tests.conftest import ServeLive
 from tests.fakes import N_CTX, FakeModel
-from tests.server.live import wait_until
+from tests.server.live import events, wait_until
 
 Json = dict[str, Any]
 
@@ -170,9 +172,69 @@ class TestEvents:
             return first, second, await listener.next()
 
         first, second, third = asyncio.run(listen())
+        assert [e["n_sessions"] for e in (first, second, third)] == [n + 50, n + 51, n + 51]
         assert [s["id"] for s in first["sessions"]] == [f"{i}" for i in range(50, n + 50)]
         assert [s["id"] for s in second["sessions"]] == ["7", *(f"{i}" for i in range(51, n + 50))]
         assert second["sessions"][0]["tokens"] == 99
         assert (first["runs"][0]["n"], second["runs"]) == (10, [])
         assert third["rows"]["idle"] == 1
         assert third["sessions"] == second["sessions"]
+
+    def test_a_session_that_is_not_told_is_counted(
+        self, serve_live: ServeLive, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cache, "MOST_SESSIONS", 2)
+        live = serve_live()
+        for name in "abc":
+            live.complete(prompt=name, max_tokens=1, session_id=name)
+        with live.client.stream("GET", "/v1/cache/events") as response:
+            lines = response.iter_lines()
+            first = next(told(lines))
+            live.client.delete("/v1/sessions/a")
+            second = next(told(lines))
+        assert (first["n_sessions"], second["n_sessions"]) == (3, 2)
+        for now in (first, second):
+            assert [session["id"] for session in now["sessions"]] == ["b", "c"]
+        CacheEvent.model_validate(first)
+        document = live.client.get("/openapi.json").json()
+        operation = document["paths"]["/v1/cache/events"]["get"]
+        schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        fields = schema["properties"]["data"]["contentSchema"]["properties"]
+        assert fields.keys() == first.keys()
+        assert fields["n_sessions"]["type"] == "integer"
+        assert first.keys() - live.client.get("/v1/cache").json().keys() == {"n_sessions", "runs"}
+
+    def test_with_keys_they_are_of_the_callers_own(
+        self, serve_live: ServeLive, tmp_path: Path
+    ) -> None:
+        keys = {name: f"{name}-key-0123456789" for name in ("ann", "bob")}
+        file = tmp_path / "keys"
+        file.write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+        live = serve_live(api_key_file=file)
+        heads = {name: {"Authorization": f"Bearer {key}"} for name, key in keys.items()}
+
+        def turn(name: str, session: str) -> None:
+            body = {"prompt": session, "max_tokens": 3, "session_id": session}
+            live.client.post("/v1/completions", json=body, headers=heads[name]).raise_for_status()
+
+        for session in "abc":
+            turn("ann", session)
+        turn("bob", "x")
+        with live.client.stream("GET", "/v1/cache/events", headers=heads["bob"]) as response:
+            lines, seen = told(response.iter_lines()), []
+            seen.append(next(lines))
+            turn("ann", "d")
+            turn("bob", "y")
+            while seen[-1]["n_sessions"] < 2:
+                seen.append(next(lines))
+        assert [s["id"] for s in seen[0]["sessions"]] == ["x"]
+        assert [s["id"] for s in seen[-1]["sessions"]] == ["x", "y"]
+        for now in seen:
+            assert now["totals"] is None
+            assert now["n_sessions"] == len(now["sessions"])
+            assert now["rows"]["idle"] + now["rows"]["running"] <= 2 * 3
+            assert now["rows"]["total"] == sum(now["rows"][s] for s in ("free", "running", "idle"))
+
+
+def told(lines: Iterator[str]) -> Iterator[Json]:
+    return (event for line in lines if line for event in events(line + "\n\n"))

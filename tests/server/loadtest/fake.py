@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import ssl
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 DONE = "[DONE]"
 Script = list[str | float]  # events, and pauses in seconds between them
+RESET = b""  # in place of an event: ends the connection; other bytes are sent as they are
 
 
 def event(tokens: int, cached: int = 0, prompt: int = 4, **more: object) -> str:
@@ -38,8 +42,9 @@ class FakeServer:
     """Answers every completion with what `script` makes of its body."""
 
     def __init__(self) -> None:
-        self.script: Callable[[dict[str, Any]], Script] = answer
+        self.script: Callable[[dict[str, Any]], Sequence[str | bytes | float]] = answer
         self.status = 200
+        self.interim = b""  # answers before that one
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.connections = 0
@@ -82,28 +87,35 @@ class FakeServer:
         await writer.drain()
 
     async def complete(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        writer.write(self.interim)
         writer.write(f"HTTP/1.1 {self.status} -\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for part in self.script(body):
             if isinstance(part, float):
                 await writer.drain()
                 if part:
                     await asyncio.sleep(part)
+            elif part == RESET:
+                at_once = struct.pack("ii", 1, 0)
+                sock = writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                writer.transport.abort()
+                return
             else:
-                data = f"data: {part}\n\n".encode()
+                data = part if isinstance(part, bytes) else f"data: {part}\n\n".encode()
                 writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
 
 @contextmanager
-def serving() -> Iterator[FakeServer]:
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[FakeServer]:
     """It runs in a thread, on a free port."""
     fake, started = FakeServer(), threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        server = await asyncio.start_server(fake.talk, "127.0.0.1", 0, backlog=512)
-        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(fake.talk, "127.0.0.1", 0, backlog=512, ssl=tls)
+        fake.url = f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         started.set()
         await stop.wait()
         server.close()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import selectors
+import shutil
+import ssl
+import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from server.loadtest import connection
 from server.loadtest.client import Answer, Client, Sample, ServerError
-from server.loadtest.connection import Address
+from server.loadtest.connection import Address, Connection, Unanswered
 from server.loadtest.measurement import Record, play
 from server.loadtest.target import Target
 from server.loadtest.workload import Arm, Load, Run, talks
-from tests.server.loadtest.fake import DONE, FakeServer, Script, answer, event, serving
+from tests.server.loadtest.fake import DONE, RESET, FakeServer, Script, answer, event, serving
 
 PROMPT = (1, 2, 3, 4)
 
@@ -103,7 +108,8 @@ class TestRequest:
 
     def test_where_and_as_whom_it_asks(self) -> None:
         address = Address.of("https://user@example.org/api/", "/v1/completions", "secret")
-        assert (address.host, address.port, address.tls) == ("example.org", 443, True)
+        assert (address.host, address.port) == ("example.org", 443)
+        assert isinstance(address.tls, ssl.SSLContext)
         head, body = address.request(b"{}").decode().split("\r\n\r\n")
         assert head.splitlines() == [
             "POST /api/v1/completions HTTP/1.1",
@@ -114,8 +120,21 @@ class TestRequest:
         ]
         assert body == "{}"
         plain = Address.of("http://[::1]:8000", "/v1/completions", None)
-        assert (plain.host, plain.port, plain.tls) == ("::1", 8000, False)
+        assert (plain.host, plain.port, plain.tls) == ("::1", 8000, None)
         assert b"Host: [::1]:8000\r\n" in plain.request(b"")
+
+
+def fail_at(n: int, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+    """The n-th request gets no answer: `after` so many seconds the connection is closed."""
+    complete = fake.complete
+
+    async def closes(writer: asyncio.StreamWriter, body: dict[str, object]) -> None:
+        if len(fake.bodies) == n:
+            await asyncio.sleep(after)
+            raise ConnectionError
+        await complete(writer, body)
+
+    monkeypatch.setattr(fake, "complete", closes)
 
 
 class TestConnections:
@@ -138,11 +157,80 @@ class TestConnections:
         assert all(sample.error for sample in self.ask_twice(fake))
         assert fake.connections == 1
 
-    def test_not_if_the_server_has_closed_it(self, fake: FakeServer) -> None:
+    def test_not_if_the_server_has_closed_it(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "AT_ONCE", 10.0)  # longer than a busy machine pauses
         fake.closes = True
         fake.script = lambda body: [*answer(body), 0.1]  # so that the end comes with its close
         assert [sample.error for sample in self.ask_twice(fake)] == [None] * 2
         assert fake.connections == 2
+
+    def test_nor_if_it_closes_it_as_the_request_comes(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "AT_ONCE", 10.0)
+        fail_at(2, fake, monkeypatch, after=0.0)
+        assert [sample.error for sample in self.ask_twice(fake)] == [None] * 2
+        assert (fake.connections, len(fake.bodies)) == (2, 3)
+
+    def test_what_was_worked_on_is_not_asked_again(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fail_at(2, fake, monkeypatch, after=0.2)
+        errors = [sample.error for sample in self.ask_twice(fake)]
+        assert errors == [None, "the server closed the connection without an answer"]
+        assert (fake.connections, len(fake.bodies)) == (1, 2)
+
+    def test_one_that_nobody_waits_for_is_closed(self, fake: FakeServer) -> None:
+        """Even if that is so just when the answer is complete."""
+
+        class Left(Connection):
+            task: asyncio.Task[tuple[int, bytes]]
+
+            def on_message_complete(self) -> None:
+                super().on_message_complete()
+                self.task.cancel()
+
+        async def leave() -> None:
+            address = Address.of(fake.url, "/v1/completions", None)
+            left = await Left.to(address)
+            request = address.request(b'{"prompt": [], "max_tokens": 1}')
+            left.task = asyncio.create_task(left.ask(request, lambda _: False, 10.0))
+            with pytest.raises(asyncio.CancelledError):
+                await left.task
+            with pytest.raises(Unanswered, match="is closed"):
+                await left.ask(request, lambda _: False, 10.0)
+
+        asyncio.run(leave())
+
+    @pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl")
+    def test_over_tls_all_have_one_context(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        certificate = tmp_path / "certificate"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+        names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+        files = ["-keyout", str(tmp_path / "key"), "-out", str(certificate)]
+        command = ["openssl", *words.split(), *names, *files]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate, tmp_path / "key")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        made: list[ssl.SSLContext] = []
+        make = ssl.create_default_context
+
+        def note() -> ssl.SSLContext:
+            made.append(make())
+            return made[-1]
+
+        monkeypatch.setattr(ssl, "create_default_context", note)
+        monkeypatch.setattr(connection, "AT_ONCE", 10.0)
+        with serving(tls) as fake:
+            fake.closes = True
+            assert [sample.error for sample in self.ask_twice(fake)] == [None] * 2
+            assert fake.connections == 2
+        assert len(made) == 1
 
 
 class TestStream:
@@ -183,6 +271,25 @@ class TestStream:
         assert record.lags
         assert selector.waits < 1.5 * record.events + 20
 
+    @pytest.mark.parametrize("end", [30.0, RESET])
+    def test_it_ends_with_done_whatever_comes_then(
+        self, fake: FakeServer, end: float | bytes
+    ) -> None:
+        fake.script = lambda body: [*answer(body), end]
+        begin = time.monotonic()
+        sample, ids = measure(fake.url)
+        assert (sample.error, ids) == (None, [201, 202, 203])
+        assert time.monotonic() - begin < 15
+
+    def test_the_line_of_done_need_not_end(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(3), b"data: [DONE]"]
+        assert measure(fake.url)[0].error is None
+
+    def test_interim_answers_are_none(self, fake: FakeServer) -> None:
+        fake.interim = b"HTTP/1.1 100 -\r\n\r\nHTTP/1.1 103 -\r\nLink: </x>\r\n\r\n"
+        sample, _ = measure(fake.url)
+        assert (sample.error, sample.tokens) == (None, 3)
+
 
 class Counting(selectors.DefaultSelector):
     """Counts how often it had to wait."""
@@ -205,6 +312,9 @@ class TestFailures:
             (["{}", DONE], "no completion's"),
             (['{"choices": [3]}', DONE], "no completion's"),
             ([event(1), '{"error": {"message": "out of luck"}}'], "out of luck"),
+            (['{"choices": [], "timings": "soon"}', DONE], "no completion's"),
+            (['{"choices": [3], "usage": {"completion_tokens": 1e999}}', DONE], "no completion's"),
+            (["[" * 100_000, DONE], "recursion"),
         ],
     )
     def test_a_bad_stream_is_a_failed_sample(
@@ -215,6 +325,25 @@ class TestFailures:
         assert error is not None
         with pytest.raises(ServerError, match=reason):
             raise ServerError(error)
+
+    @pytest.mark.parametrize("end", [30.0, RESET])
+    def test_the_servers_words_count_whatever_comes_then(
+        self, fake: FakeServer, end: float | bytes
+    ) -> None:
+        fake.script = lambda _: [event(1), b'data: {"err', 0.05, b'or": "no luck"}\n\n', end]
+        begin = time.monotonic()
+        assert measure(fake.url)[0].error == "no luck"
+        assert time.monotonic() - begin < 15
+
+    def test_what_came_before_a_failure_is_counted(self, fake: FakeServer) -> None:
+        fake.script = lambda _: [event(1), event(2), 0.1, RESET]
+        sample, _ = measure(fake.url)
+        assert sample.error
+        assert sample.tokens == 2
+
+    def test_another_protocol_is_a_failed_sample(self, fake: FakeServer) -> None:
+        fake.interim = b"HTTP/1.1 101 -\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"
+        assert measure(fake.url)[0].error == "the server changed to another protocol"
 
     def test_a_refusal_is_a_failed_sample(self, fake: FakeServer) -> None:
         fake.status = 429
@@ -238,6 +367,13 @@ class TestFailures:
 
         fake.script = leaves
         assert measure(fake.url)[0].error
+
+    def test_a_server_that_leaves_at_once(
+        self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "AT_ONCE", 10.0)
+        fail_at(1, fake, monkeypatch, after=0.0)
+        assert measure(fake.url)[0].error == "the server closed the connection at once"
 
     def test_an_answer_that_is_not_http(self, fake: FakeServer) -> None:
         fake.status = 4444444

@@ -129,8 +129,10 @@ class TestPlan:
 
     def test_so_many_conversations_in_each_run(self) -> None:
         work = plan(QUICK, {"concurrency": [1, 8]}, 512, None, talks=5)
-        assert [load.talks for load in work.loads] == [5, 5]
-        assert [len(run.talks) for run in work.runs(BOTH, 0) if run.repeat == 1] == [5] * 4
+        assert [load.talks for load in work.loads] == [5, 8], "or 8 could not be at once"
+        assert [len(run.talks) for run in work.runs(BOTH, 0) if run.repeat == 1] == [5, 5, 8, 8]
+        [open_loop] = plan(QUICK, {"rate": [1.0], "concurrency": [8]}, 512, None, talks=5).loads
+        assert open_loop.talks == 5, "where 8 are only the most"
         swept = plan(QUICK, {}, 512, None, talks=3)
-        assert {load.talks for load in swept.loads} == {3}
+        assert {load.talks for load in swept.loads} == {3, 4}
         assert swept.seconds == float("inf")  # what takes longer than the preset is what was asked
