@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,15 +12,6 @@ PROC = Path("/proc")
 LOOK = 0.3  # seconds
 BUSY = 0.15  # cores that others may use beside a run that counts
 TICKS = 3  # of the system's clock, which is no finer: less is noise
-
-
-def processor() -> str:
-    """What the processor calls itself."""
-    with suppress(OSError):
-        for line in (PROC / "cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def tick() -> float:

@@ -56,12 +56,7 @@ class FakeModel:
         self._check(work)
         hashes = [self._read(w) for w in work]
         draws = [self._write(w, h) for w, h in zip(work, hashes, strict=True)]
-        self.spans.append([w.end - w.start for w in work])
-        self.draws += sum(draw.token is not None for draw in draws)
-        if self.nan:
-            self.nan = False
-            return [Draw(failed=True) for _ in draws]
-        return draws
+        return self._done(work, draws)
 
     def _check(self, work: list[Work]) -> None:
         """What the pool says of the rows of a step."""
@@ -72,6 +67,15 @@ class FakeModel:
         written = np.concatenate([w.rows[w.start : w.end] for w in work])
         assert len(set(written)) == len(written), "a row is written twice"
         assert (self.pool.references[written] == 1).all(), "a row is written that others hold"
+
+    def _done(self, work: list[Work], draws: list[Draw]) -> list[Draw]:
+        """Count a step that is over; what is told of it."""
+        self.spans.append([w.end - w.start for w in work])
+        self.draws += sum(draw.token is not None for draw in draws)
+        if self.nan:
+            self.nan = False
+            return [Draw(failed=True) for _ in draws]
+        return draws
 
     def _read(self, work: Work) -> int:
         """Hash of the tokens before `start`, after a check of every row."""
@@ -112,6 +116,9 @@ def script(answer: str | bytes) -> Next:
     """Every prompt is answered with these bytes, again and again."""
     said = ids(answer)
     return lambda tokens, n_prompt: said[(len(tokens) - n_prompt) % len(said)]
+
+
+TALKS = script("a")  # never ends by itself
 
 
 def fake_engine(

@@ -18,6 +18,7 @@ from server.engine.sequence import FinishReason, Request
 from tests.server.engine.helpers import (
     BYTES,
     END,
+    TALKS,
     Answer,
     Client,
     FakeModel,
@@ -33,7 +34,6 @@ from tests.server.engine.helpers import (
 )
 from tests.tiny import config, gpt
 
-TALKS = script("a")  # never ends by itself
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 

@@ -30,6 +30,7 @@ from tests.server.engine.helpers import (
     BYTES,
     END,
     ROW_BYTES,
+    TALKS,
     Answer,
     Client,
     FakeModel,
@@ -45,8 +46,6 @@ from tests.server.engine.helpers import (
 )
 from tests.server.engine.test_machine import N_CTX, EngineMachine
 from tests.tiny import config, gpt
-
-TALKS = script("a")  # never ends by itself
 
 
 class AheadModel(FakeModel):
@@ -99,12 +98,7 @@ class AheadModel(FakeModel):
         while self._stream and (not draws or self.hurries()):
             self._stream.popleft()()
         self.order.append(f"read {number}")
-        self.spans.append([w.end - w.start for w in work])
-        self.draws += sum(draw.token is not None for draw in draws)
-        if self.nan:
-            self.nan = False
-            return [Draw(failed=True) for _ in draws]
-        return draws
+        return self._done(work, draws)
 
 
 def ahead(

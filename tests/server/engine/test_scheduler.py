@@ -14,17 +14,15 @@ from server.engine.sequence import Request, Sequence
 from server.engine.sessions import Sessions
 from server.settings import Settings
 from tests.server.engine.helpers import (
+    TALKS,
     Client,
     alone,
     copies,
     fake_engine,
     ids,
     request,
-    script,
     session_tokens,
 )
-
-TALKS = script("a")  # never ends by itself
 
 
 @given(st.integers(0, 300), st.lists(st.integers(0, 100), max_size=12), st.integers(0, 50))

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from server.loadtest import conditions
 from server.loadtest.engine import cores
 from server.loadtest.engine.cells import Cell
 from server.loadtest.engine.process import AnswerError, Process, ProcessError
@@ -145,7 +146,8 @@ class TestCores:
 
     def test_without_proc(self, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
         monkeypatch.setattr(cores, "PROC", tmp_path)
+        monkeypatch.setattr(conditions, "CPU", tmp_path)
         assert cores.busy() is None
         assert cores.used(1) == 0
         assert cores.resident(1) is None
-        assert cores.processor()
+        assert conditions.processor()
