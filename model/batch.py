@@ -32,22 +32,24 @@ class Batch:
 
 def pack(work: Sequence[Work], device: torch.device) -> Batch:
     """Pack the tokens of `work`, at least one each, and plan its attention."""
-
-    def on_device(arrays: Sequence[Ids]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-
-    return Batch(
-        tokens=on_device([w.tokens[w.start :] for w in work]),
-        positions=on_device([np.arange(w.start, w.end, dtype=np.int32) for w in work]),
-        plan=Plan(
-            write=on_device([w.rows[w.start :] for w in work]),
-            queries=_offsets([w.end - w.start for w in work]),
-            keys=_offsets([w.end for w in work]),
-            rows=on_device([w.rows for w in work]),
-        ),
+    queries, keys = _offsets([w.end - w.start for w in work]), _offsets([w.end for w in work])
+    numbers = np.concatenate(  # one array goes to the device, and costs one operation
+        [
+            *(w.tokens[w.start :] for w in work),
+            *(np.arange(w.start, w.end, dtype=np.int32) for w in work),
+            *(w.rows[w.start :] for w in work),
+            *(w.rows for w in work),
+        ]
     )
+    n_tokens = int(queries[-1])
+    tokens, positions, write, rows = (
+        torch.from_numpy(numbers)
+        .to(device, non_blocking=True)
+        .split([n_tokens, n_tokens, n_tokens, int(keys[-1])])
+    )
+    return Batch(tokens, positions, Plan(write, queries, keys, rows))
 
 
 def _offsets(lengths: Sequence[int]) -> Ids:
     """Where each of things that lie one after another begins, and where the last one ends."""
-    return np.array([0, *lengths], np.int32).cumsum(dtype=np.int32)
+    return np.cumsum([0, *lengths], dtype=np.int32)

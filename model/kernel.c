@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX2__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -32,21 +32,22 @@
 #define MOST_TOKENS 3
 #endif
 
-#define LANES   16              // outputs of a panel
-#define VECTORS (LANES / WIDTH) // vectors of a panel
-#define GROUP   4               // panels that a thread works on together
-#define BLOCK   256             // inputs of the weights that all tokens read before the next ones
-#define TILES   43              // tiles of tokens that share a reading of the weights
-#define FEW     24              // tokens that read a panel from one end to the other
-#define WIDE    (GROUP * LANES) // outputs that a thread works on together
-#define STRIDE  4               // inputs of a layer come in multiples of it
-#define KEYS    64              // keys of a block of attention
-#define ROWS    4               // rows whose values are added to an output at once
-#define AHEAD   4               // rows that are asked for before their turn, whole
-#define FAR     16              // and where a head's part of each is copied
-#define QUERIES 256             // queries of a block of attention
-#define SPINS   2000            // looks at a phase before a thread lets others run
-#define INLINE  static inline __attribute__((always_inline))
+#define LANES     16              // outputs of a panel
+#define VECTORS   (LANES / WIDTH) // vectors of a panel
+#define GROUP     4               // panels that a thread works on together
+#define BLOCK     256             // inputs of the weights that all tokens read before the next ones
+#define TILES     43              // tiles of tokens that share a reading of the weights
+#define FEW(type) ((type) == INT8 ? 12 : 24) // tokens that read a panel from one end to the other
+#define WIDE      (GROUP * LANES)            // outputs that a thread works on together
+#define STRIDE    4                          // inputs of a layer come in multiples of it
+#define KEYS      64                         // keys of a block of attention
+#define ROWS      4                          // rows whose values are added to an output at once
+#define AHEAD     4                          // rows that are asked for before their turn, whole
+#define FAR       16                         // and where a head's part of each is copied
+#define QUERIES   256                        // queries of a block of attention
+#define SPINS     2000                       // looks at a phase before a thread lets others run
+#define LARGEST   32767.0f // an input in int16: BLOCK products with int8 fit 32 bits
+#define INLINE    static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
@@ -56,18 +57,24 @@
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
+typedef uint32_t Word __attribute__((may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+typedef int8_t Bytes __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 typedef float Four __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
-enum type { FLOAT32, BFLOAT16, INT8 };
-static const int SIZES[] = {4, 2, 1};
+// Types of weights, and what a layer's inputs become for them: with int8 weights int16, in steps of
+// each token's own; bfloat16 with BFLOAT16_BOTH; else they stay float32. INT16 is what int8 weights
+// become on their way.
+enum type { FLOAT32, BFLOAT16, INT8, BFLOAT16_BOTH, INT16 };
+static const int SIZES[] = {4, 2, 1, 2, 2};
 enum activation { NONE, GELU_TANH, GELU, RELU };
 
 // A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs
-// after another: for every input the weights of all of them; of bfloat16 the two of a pair of
-// inputs lie together. Outputs beyond n are zero. `scale` (int8 only) is an output's own; `bias`
-// may be absent.
+// after another: for every input the weights of all of them; of all types but float32 the two of a
+// pair of inputs lie together. Outputs beyond n are zero. `scale` (int8 only) is an output's own;
+// `bias` may be absent.
 struct linear {
     const char *panels;
     const float *scale, *bias;
@@ -229,45 +236,67 @@ INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 INLINE long panel_bytes(const struct linear *l) { return (long)l->k * LANES * SIZES[l->type]; }
 
-INLINE Floats widened(const char *bytes) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(
-        _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(
-        _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
-#else
-    Floats wide;
-    for (int i = 0; i < WIDTH; i++)
-        wide[i] = (int8_t)bytes[i];
-    return wide;
-#endif
-}
+// Inputs are handed to the sums as words of 32 bits: one number, or the two of a pair.
+INLINE int together(int type) { return type == FLOAT32 || type == BFLOAT16 ? 1 : 2; }
 
-// The weights of input `at` + `u` for `p` panels; `at` is even, so that `u` alone tells which of a
-// pair.
+// Words that are worked on in one go: both of a pair that is read at once.
+INLINE int words_at_once(int type) { return type == BFLOAT16 ? 2 : 1; }
+
+// The weights of word `at` + `u` for `p` panels; of bfloat16 `u` tells which of a pair.
 INLINE void load(int p, int type, const char *w, long panel, long at, int u,
-                 Floats weights[GROUP * VECTORS]) {
+                 Words weights[GROUP * VECTORS]) {
 #pragma GCC unroll 16
     for (int j = 0; j < p * VECTORS; j++) {
         const char *block = w + j / VECTORS * panel;
         long lane = j % VECTORS * WIDTH;
-        if (type == FLOAT32) {
-            weights[j] = *(const Floats *)(block + ((at + u) * LANES + lane) * 4);
-        } else if (type == BFLOAT16) {
-            Words two = *(const Words *)(block + ((at + (u & 2)) * LANES + lane * 2) * 2);
-            weights[j] = u & 1 ? (Floats)(two & 0xffff0000) : (Floats)(two << 16);
+        if (type == BFLOAT16) {
+            Words two = *(const Words *)(block + (at * LANES + lane * 2) * 2);
+            weights[j] = u & 1 ? (Words)(two & 0xffff0000) : (Words)(two << 16);
+        } else if (type == INT8) {
+            weights[j] = (Words) __builtin_convertvector(
+                *(const Bytes *)(block + ((at + u) * LANES + lane) * 2), Shorts);
         } else {
-            weights[j] = widened(block + (at + u) * LANES + lane);
+            weights[j] = *(const Words *)(block + ((at + u) * LANES + lane) * 4);
         }
     }
 }
 
+// Sums plus a word of inputs times weights, of pairs of int16.
+INLINE Ints add_whole(Ints sums, Words x, Words w) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+#elif defined(__AVX512BW__)
+    return sums + (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#elif defined(__AVX2__)
+    return sums + (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#elif defined(__SSE2__) && WIDTH == 4
+    return sums + (Ints)_mm_madd_epi16((__m128i)x, (__m128i)w);
+#else
+    return sums + ((Ints)x >> 16) * ((Ints)w >> 16) +
+           ((Ints)(x << 16) >> 16) * ((Ints)(w << 16) >> 16);
+#endif
+}
+
+// The same of numbers, in pairs of bfloat16 or one by one.
+INLINE Floats add_numbers(int type, Floats sums, Word x, Words w) {
+    if (type != BFLOAT16_BOTH)
+        return sums + as_float(x) * (Floats)w;
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(x - (Words){0}), (__m512bh)w);
+#else
+    sums += as_float(x << 16) * (Floats)(w << 16);
+    return sums + as_float(x & 0xffff0000) * (Floats)(w & 0xffff0000);
+#endif
+}
+
+INLINE int are_whole(int type) { return type == INT8 || type == INT16; }
+
 // Tokens are worked on in tiles of as equal a size as can be: these are the tiles `begin` to `end`
-// of all those that `n_tokens` make. What a tile reads one after another lies so: `x` holds k
-// inputs of its m tokens as (k, m).
+// of all those that `n_tokens` make. What a tile reads one after another lies so: `x` holds the
+// words of its m tokens' inputs as (words, m). `steps` are the tokens' own, where there are any.
 struct tiles {
-    const float *x;
+    const Word *x;
+    const float *steps;
     int n_tokens, begin, end;
 };
 
@@ -283,34 +312,72 @@ INLINE int tile_start(int n_tokens, int tile) { return (long)n_tokens * tile / n
          tile++)
 
 // (m, ldx) becomes (k, m).
-INLINE void interleave(const float *x, long ldx, int m, int k, float *to) {
+INLINE void interleave(const float *x, long ldx, int m, int k, Word *to) {
     for (int j = 0; j < k; j++)
         for (int i = 0; i < m; i++)
-            *to++ = x[i * ldx + j];
+            *to++ = as_bits(x[i * ldx + j]);
 }
 
-// Weights of k inputs, a multiple of STRIDE, in panels that lie `panel` bytes apart. Those that lie
+// The step between a token's inputs in int16, of which the largest becomes LARGEST. It is no number
+// where one of them is none.
+static float int16_step(const float *x, int k) {
+    float most = 0.0f, none = 0.0f;
+#pragma omp simd reduction(max : most) reduction(+ : none)
+    for (int i = 0; i < k; i++) {
+        float size = fabsf(x[i]);
+        most = size > most ? size : most;
+        none += x[i] * 0.0f;
+    }
+    return most / LARGEST + none;
+}
+
+// The same for the pairs of layers that take them, and each token's step.
+INLINE void interleave_pairs(int type, const float *x, int m, int k, Word *to, float *steps) {
+    const float shift = 12582912.0f; // as in `exponential`
+    for (int i = 0; i < m; i++, x += k) {
+        uint16_t part[BLOCK];
+        float step = type == INT8 ? int16_step(x, k) : 1.0f;
+        float rate = step > 1e-30f ? 1.0f / step : 0.0f;
+        steps[i] = step;
+        for (int from = 0; from < k; from += BLOCK) {
+            int n = k - from < BLOCK ? k - from : BLOCK;
+#pragma omp simd
+            for (int j = 0; j < n; j++)
+                part[j] = type == INT8 ? (uint16_t)as_bits(x[from + j] * rate + shift)
+                                       : to_bfloat16(x[from + j]);
+            for (int j = 0; j < n; j += 2)
+                to[(long)(from + j) / 2 * m + i] = part[j] | (uint32_t)part[j + 1] << 16;
+        }
+    }
+}
+
+// Weights of inputs of so many words, in panels that lie `panel` bytes apart. Those that lie
 // far off are asked for a block before their turn: `pace` bytes from `next` on for every line of
 // the cache that is used up here.
 struct block {
     const char *panels;
     long panel;
-    int k, pace;
+    int words, pace;
     const char *next;
 };
 
-// y (m, ldy) += x (k, m) times the first `p` panels of a block.
-INLINE void product(int m, int p, int type, int far, const float *x, struct block b, float *y,
+// y (m, ldy) += x (words, m) times the first `p` panels of a block.
+INLINE void product(int m, int p, int type, int far, const Word *x, struct block b, float *y,
                     long ldy) {
-    Floats sums[MOST_TOKENS][GROUP * VECTORS], weights[GROUP * VECTORS];
-    int line = 4 / SIZES[type]; // inputs whose weights for a panel fill a line of the cache
+    Words weights[GROUP * VECTORS];
+    Floats sums[MOST_TOKENS][GROUP * VECTORS];
+    Ints whole[MOST_TOKENS][GROUP * VECTORS]; // sums of whole numbers
+    int line = words_at_once(type);
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
 #pragma GCC unroll 16
         for (int j = 0; j < p * VECTORS; j++)
-            sums[i][j] = (Floats){0};
+            if (are_whole(type))
+                whole[i][j] = (Ints){0};
+            else
+                sums[i][j] = (Floats){0};
 #pragma GCC unroll 1 // more would spill the sums
-    for (long at = 0; at < b.k; at += line) {
+    for (long at = 0; at < b.words; at += line) {
         if (far && p == 1) {
             __builtin_prefetch(b.next, 0, 2);
             b.next += b.pace;
@@ -322,14 +389,18 @@ INLINE void product(int m, int p, int type, int far, const float *x, struct bloc
             for (int i = 0; i < m; i++)
 #pragma GCC unroll 16
                 for (int j = 0; j < p * VECTORS; j++)
-                    sums[i][j] += x[i] * weights[j];
+                    if (are_whole(type))
+                        whole[i][j] = add_whole(whole[i][j], x[i] - (Words){0}, weights[j]);
+                    else
+                        sums[i][j] = add_numbers(type, sums[i][j], x[i], weights[j]);
         }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
 #pragma GCC unroll 16
         for (int j = 0; j < p * VECTORS; j++)
-            *(Floats *)(y + i * ldy + j * WIDTH) += sums[i][j];
+            *(Floats *)(y + i * ldy + j * WIDTH) +=
+                are_whole(type) ? __builtin_convertvector(whole[i][j], Floats) : sums[i][j];
 }
 
 // As many panels at once as the registers hold beside the sums of m tokens.
@@ -342,7 +413,7 @@ INLINE void product(int m, int p, int type, int far, const float *x, struct bloc
 #endif
 
 // The same for n panels.
-INLINE void products(int m, int type, int far, const float *x, struct block b, float *y, long ldy,
+INLINE void products(int m, int type, int far, const Word *x, struct block b, float *y, long ldy,
                      int n) {
     for (; n >= PANELS(m); n -= PANELS(m)) {
         product(m, PANELS(m), type, far, x, b, y, ldy);
@@ -356,7 +427,7 @@ INLINE void products(int m, int type, int far, const float *x, struct block b, f
     }
 }
 
-INLINE void multiply(int type, int far, int m, const float *x, struct block b, float *y, long ldy,
+INLINE void multiply(int type, int far, int m, const Word *x, struct block b, float *y, long ldy,
                      int n) {
     switch (m) {
 #define CASE(m)                                                                                    \
@@ -374,13 +445,16 @@ INLINE void multiply(int type, int far, int m, const float *x, struct block b, f
 
 // Compiled once per type of weights, and for those that are near.
 #define MULTIPLY(name, type, far)                                                                  \
-    static void name(int m, const float *x, struct block b, float *y, long ldy, int n) {           \
+    static void name(int m, const Word *x, struct block b, float *y, long ldy, int n) {            \
         multiply(type, far, m, x, b, y, ldy, n);                                                   \
     }
 MULTIPLY(multiply_near, FLOAT32, 0)
+MULTIPLY(multiply_near_int16, INT16, 0)
+MULTIPLY(multiply_near_bfloat16_both, BFLOAT16_BOTH, 0)
 MULTIPLY(multiply_float32, FLOAT32, 1)
 MULTIPLY(multiply_bfloat16, BFLOAT16, 1)
 MULTIPLY(multiply_int8, INT8, 1)
+MULTIPLY(multiply_bfloat16_both, BFLOAT16_BOTH, 1)
 
 // A layer's weights for a panel of its outputs, from an input on.
 INLINE const char *weights(const struct linear *l, int panel, int from) {
@@ -396,16 +470,16 @@ INLINE const char *weights_after(const struct linear *l, int panel, int n, int f
     return from + BLOCK < l->k ? weights(l, panel, from + BLOCK) : weights(l, panel + n, 0);
 }
 
-// A panel's weights of k inputs as float32.
-INLINE void widen(int type, const char *w, int k, float *to) {
-    Floats weights[GROUP * VECTORS];
-    for (int at = 0; at < k; at += STRIDE)
-#pragma GCC unroll 4
-        for (int u = 0; u < STRIDE; u++) {
+// A panel's weights of so many words, as they are multiplied.
+INLINE void widen(int type, const char *w, int words, Word *to) {
+    Words weights[GROUP * VECTORS];
+    for (int at = 0; at < words; at += 2)
+#pragma GCC unroll 2
+        for (int u = 0; u < 2; u++) {
             load(1, type, w, 0, at, u, weights);
 #pragma GCC unroll 4
             for (int j = 0; j < VECTORS; j++)
-                *(Floats *)(to + (at + u) * LANES + j * WIDTH) = weights[j];
+                *(Words *)(to + (at + u) * LANES + j * WIDTH) = weights[j];
         }
 }
 
@@ -413,19 +487,20 @@ INLINE void widen(int type, const char *w, int k, float *to) {
 static void add_block(const struct linear *l, struct tiles tiles, int from, int panel, int n,
                       float *sums) {
     int first = tile_start(tiles.n_tokens, tiles.begin), share = tiles.end - tiles.begin;
-    struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from)};
+    int pair = together(l->type);
+    struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from) / pair};
     b.next = weights_after(l, panel, n, from);
-    b.pace = 64 / share; // each tile asks for a part of what comes next
+    b.pace = (l->type == INT8 ? 32 : 64) / share; // each tile asks for a part of what comes next
     FOR_TILES(tiles, at, m) {
-        const float *x = tiles.x + (long)at * l->k + from * m;
+        const Word *x = tiles.x + (long)at * (l->k / pair) + from / pair * m;
         float *y = sums + (at - first) * WIDE;
-        if (l->type == FLOAT32)
-            multiply_float32(m, x, b, y, WIDE, n);
-        else if (l->type == BFLOAT16)
-            multiply_bfloat16(m, x, b, y, WIDE, n);
-        else
-            multiply_int8(m, x, b, y, WIDE, n);
-        b.next += (long)b.k * LANES * SIZES[l->type] / share;
+        switch (l->type) {
+        case FLOAT32: multiply_float32(m, x, b, y, WIDE, n); break;
+        case BFLOAT16: multiply_bfloat16(m, x, b, y, WIDE, n); break;
+        case INT8: multiply_int8(m, x, b, y, WIDE, n); break;
+        case BFLOAT16_BOTH: multiply_bfloat16_both(m, x, b, y, WIDE, n); break;
+        }
+        b.next += (long)b.words * pair * LANES * SIZES[l->type] / share;
     }
 }
 
@@ -433,22 +508,28 @@ static void add_block(const struct linear *l, struct tiles tiles, int from, int 
 // the one that is `next` comes nearer.
 static void add_block_to_many(const struct linear *l, struct tiles tiles, int from, int panel,
                               const char *next, float *sums) {
-    float near[BLOCK * LANES];
-    struct block b = {(const char *)near, 0, block_inputs(l, from)};
+    uint32_t near[BLOCK * LANES];
+    int pair = together(l->type);
+    struct block b = {(const char *)near, 0, block_inputs(l, from) / pair};
     int first = tile_start(tiles.n_tokens, tiles.begin);
     int lines = BLOCK * SIZES[l->type] / 4, n = tiles.end - tiles.begin, line = 0;
     const char *w = weights(l, panel, from);
-    if (l->type == FLOAT32)
-        widen(FLOAT32, w, b.k, near);
-    else if (l->type == BFLOAT16)
-        widen(BFLOAT16, w, b.k, near);
-    else
-        widen(INT8, w, b.k, near);
+    switch (l->type) {
+    case FLOAT32: widen(FLOAT32, w, b.words, near); break;
+    case BFLOAT16: widen(BFLOAT16, w, b.words, near); break;
+    case INT8: widen(INT8, w, b.words, near); break;
+    default: b.panels = w; // already as they are multiplied
+    }
     FOR_TILES(tiles, at, m) {
+        const Word *x = tiles.x + (long)at * (l->k / pair) + from / pair * m;
+        float *y = sums + (at - first) * WIDE;
         for (; line < lines * (tile + 1 - tiles.begin) / n; line++)
             __builtin_prefetch(next + line * 64, 0, 2);
-        multiply_near(m, tiles.x + (long)at * l->k + from * m, b, sums + (at - first) * WIDE, WIDE,
-                      1);
+        switch (l->type) {
+        case INT8: multiply_near_int16(m, x, b, y, WIDE, 1); break;
+        case BFLOAT16_BOTH: multiply_near_bfloat16_both(m, x, b, y, WIDE, 1); break;
+        default: multiply_near(m, x, b, y, WIDE, 1);
+        }
     }
 }
 
@@ -457,7 +538,7 @@ static void multiply_panels(const struct linear *l, struct tiles tiles, int pane
                             float *sums) {
     int tokens = tile_start(tiles.n_tokens, tiles.end) - tile_start(tiles.n_tokens, tiles.begin);
     memset(sums, 0, tokens * WIDE * sizeof *sums);
-    if (tokens > FEW) { // a block of all the tokens' inputs stays near, too
+    if (tokens > FEW(l->type)) { // a block of all the tokens' inputs stays near, too
         for (int from = 0; from < l->k; from += BLOCK)
             for (int p = 0; p < n; p++)
                 add_block_to_many(l, tiles, from, panel + p,
@@ -472,14 +553,14 @@ static void multiply_panels(const struct linear *l, struct tiles tiles, int pane
             add_block(l, tiles, from, panel + p, step, sums + p * LANES);
 }
 
-// to (n) = activation(sum * scale + bias), or to += sum * scale + bias, for the outputs of a layer
-// from `first` on.
-static void finish(const struct linear *l, int first, int n, float *sum, int onto, int activation,
-                   float *to) {
+// to (n) = activation(sum * step * scale + bias), or to += sum * step * scale + bias, for the
+// outputs of a layer from `first` on.
+static void finish(const struct linear *l, int first, int n, float *sum, float step, int onto,
+                   int activation, float *to) {
     if (l->scale)
 #pragma omp simd
         for (int j = 0; j < n; j++)
-            sum[j] *= l->scale[first + j];
+            sum[j] *= step * l->scale[first + j];
     if (l->bias)
 #pragma omp simd
         for (int j = 0; j < n; j++)
@@ -495,14 +576,22 @@ static void finish(const struct linear *l, int first, int n, float *sum, int ont
 // y (n_tokens, ldy) = activation(x W^T + bias), or y += x W^T + bias; x (n_tokens, k), `packed` as
 // large. Two phases.
 static void linear(struct member *me, const struct linear *l, const float *x, int n_tokens,
-                   float *packed, float *y, long ldy, int onto, int activation) {
+                   Word *packed, float *y, long ldy, int onto, int activation) {
     float sums[TILES * MOST_TOKENS * WIDE];
-    int all = n_tiles(n_tokens), groups = (all + TILES - 1) / TILES;
-    struct tiles tiles = {n_tokens == 1 ? x : packed, n_tokens, 0, all};
-    FOR_CHUNKS(me, tile, n_tokens == 1 ? 0 : all) {
+    int all = n_tiles(n_tokens), groups = (all + TILES - 1) / TILES, pair = together(l->type);
+    int as_is = n_tokens == 1 && pair == 1;
+    float *steps = (float *)(packed + (long)n_tokens * (l->k / pair)); // pairs leave room
+    struct tiles tiles = {as_is ? (const Word *)x : packed, steps, n_tokens, 0, all};
+    FOR_CHUNKS(me, tile, as_is ? 0 : all) {
         long at = tile_start(n_tokens, tile);
-        interleave(x + at * l->k, l->k, tile_start(n_tokens, tile + 1) - at, l->k,
-                   packed + at * l->k);
+        int m = tile_start(n_tokens, tile + 1) - at;
+        Word *to = packed + at * (l->k / pair);
+        if (l->type == INT8)
+            interleave_pairs(INT8, x + at * l->k, m, l->k, to, steps + at);
+        else if (l->type == BFLOAT16_BOTH)
+            interleave_pairs(BFLOAT16_BOTH, x + at * l->k, m, l->k, to, steps + at);
+        else
+            interleave(x + at * l->k, l->k, m, l->k, to);
     }
     FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
         int first = chunk * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
@@ -512,8 +601,8 @@ static void linear(struct member *me, const struct linear *l, const float *x, in
             multiply_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
             int begin = tile_start(n_tokens, tiles.begin), end = tile_start(n_tokens, tiles.end);
             for (int t = begin; t < end; t++)
-                finish(l, first, n, sums + (t - begin) * WIDE, onto, activation,
-                       y + t * ldy + first);
+                finish(l, first, n, sums + (t - begin) * WIDE, pair == 1 ? 1.0f : steps[t], onto,
+                       activation, y + t * ldy + first);
         }
     }
 }
@@ -541,7 +630,7 @@ static void normalise(struct member *me, const struct norm *norm, const float *x
 // Token embedding out of its panels, plus position. A phase.
 static void embed(struct member *me, const struct model *m, const struct batch *b, float *x) {
     const struct linear *wte = &m->wte;
-    int pair = wte->type == BFLOAT16 ? 2 : 1;
+    int pair = wte->type == FLOAT32 ? 1 : 2;
     FOR_CHUNKS(me, t, b->n_tokens) {
         int token = b->tokens[t];
         if (token < 0 || token >= wte->n) { // the others of the batch are not to suffer for it
@@ -551,11 +640,12 @@ static void embed(struct member *me, const struct model *m, const struct batch *
         }
         const char *panel = wte->panels + token / LANES * panel_bytes(wte);
         const float *position = m->wpe + (long)b->positions[t] * m->d_model;
-        float scale = wte->type == INT8 ? wte->scale[token] : 1.0f;
+        float scale = wte->scale ? wte->scale[token] : 1.0f;
         for (int i = 0; i < m->d_model; i++) {
             long at = (long)(i / pair * LANES + token % LANES) * pair + i % pair;
-            float weight =
-                wte->type == INT8 ? ((const int8_t *)panel)[at] : number(panel, wte->type, at);
+            float weight = wte->type == INT8
+                               ? ((const int8_t *)panel)[at]
+                               : number(panel, wte->type == FLOAT32 ? FLOAT32 : BFLOAT16, at);
             x[(long)t * m->d_model + i] = weight * scale + position[i];
         }
     }
@@ -701,7 +791,7 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
     float *sums = queries + (long)lines * padded, *most = sums + (long)lines * wide,
           *total = most + lines;
     memset(scratch, 0, (char *)most - (char *)scratch); // what pads is zero
-    struct tiles tiles = {queries, lines, 0, n_tiles(lines)};
+    struct tiles tiles = {.n_tokens = lines, .end = n_tiles(lines)};
     FOR_TILES(tiles, at, m)
     for (int i = 0; i < m; i++) {
         int line = at + i;
@@ -726,8 +816,9 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
                 continue;
             struct block k = {(const char *)keys, padded * LANES * 4L, padded};
             struct block v = {(const char *)values, KEYS * LANES * 4L, round_up(far, STRIDE)};
-            float scores[MOST_TOKENS * KEYS] = {0}, shares[MOST_TOKENS * KEYS];
-            multiply_near(m, queries + (long)at * padded, k, scores, KEYS,
+            float scores[MOST_TOKENS * KEYS] = {0};
+            Word shares[MOST_TOKENS * KEYS];
+            multiply_near(m, (Word *)queries + (long)at * padded, k, scores, KEYS,
                           round_up(far, LANES) / LANES);
             for (int i = 0; i < m; i++) {
                 float *s = scores + i * KEYS, *sum = sums + (long)(at + i) * wide;
@@ -740,10 +831,10 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
                     for (int j = 0; j < d; j++)
                         sum[j] *= kept;
                 }
-                for (int r = seen[i] > 0 ? seen[i] : 0; r < v.k; r++)
+                for (int r = seen[i] > 0 ? seen[i] : 0; r < v.words; r++)
                     s[r] = 0.0f;
             }
-            interleave(scores, KEYS, m, v.k, shares);
+            interleave(scores, KEYS, m, v.words, shares);
             multiply_near(m, shares, v, sums + (long)at * wide, wide, wide / LANES);
         }
     }
@@ -828,10 +919,19 @@ static void attend(struct member *me, const struct pool *p, const struct batch *
 
 // What follows is called from outside, by kernel.py.
 
-int onerow_version(void) { return 2; }
+int onerow_version(void) { return 3; }
+
+// Whether the processor multiplies pairs of bfloat16, so that BFLOAT16_BOTH is worth its rounding.
+int onerow_multiplies_bfloat16(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // y (n_tokens, n) = x (n_tokens, k) W^T + bias; `scratch` is as large as x.
-void onerow_linear(const struct linear *l, const float *x, int n_tokens, float *scratch, float *y,
+void onerow_linear(const struct linear *l, const float *x, int n_tokens, Word *scratch, float *y,
                    int threads) {
     struct phase phases[2] = {0};
 #pragma omp parallel num_threads(threads)
@@ -877,8 +977,8 @@ void onerow_forward(const struct model *m, const struct pool *first, long layer_
          d_qkv = d + 2 * d_kv;
     struct phase *phases = (struct phase *)scratch;
     float *h = (float *)(phases + n_phases(m)), *heads = h + n * d, *qkv = heads + n * d,
-          *wide = qkv + n * d_qkv, *packed = wide + n * m->d_ff;
-    float *own = packed + n * widest(m), *x = hidden;
+          *wide = qkv + n * d_qkv, *own = wide + n * (m->d_ff + widest(m)), *x = hidden;
+    Word *packed = (Word *)(wide + n * m->d_ff);
     memset(phases, 0, n_phases(m) * sizeof *phases);
 #pragma omp parallel num_threads(threads)
     {

@@ -14,7 +14,6 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,18 +22,15 @@ from model.batch import Batch
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of the structures and calls, as in kernel.c
-FLOAT32, BFLOAT16, INT8 = range(3)
+VERSION = 3  # of the structures and calls, as in kernel.c
+FLOAT32, BFLOAT16, INT8, BFLOAT16_BOTH = range(4)
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
 ACTIVATIONS = {"none": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 LANES = 16  # outputs of a panel
 STRIDE = 4  # inputs of a layer come in multiples of it
 
-# Which library fits what torch says of this CPU; each next one runs wherever the one before does.
-LIBRARIES = {
-    "AVX512": ("_kernel_avx512", "_kernel_avx2", "_kernel"),
-    "AVX2": ("_kernel_avx2", "_kernel"),
-}
+# The libraries; each next one runs wherever the one before does.
+LIBRARIES = ("_kernel_avx512bf16", "_kernel_avx512", "_kernel_avx2", "_kernel")
 
 
 class Linear(ctypes.Structure):
@@ -103,14 +99,22 @@ class _Pool(ctypes.Structure):
     )
 
 
+def fitting() -> tuple[str, ...]:
+    """Those of LIBRARIES that run on this CPU, as torch knows it, the best first."""
+    known = {"AVX512": 1, "AVX2": 2}
+    first = known.get(torch.backends.cpu.get_cpu_capability(), 3)
+    if first == 1 and torch.cpu._is_avx512_bf16_supported():
+        first = 0  # all that have it have VNNI, too
+    return LIBRARIES[first:]
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library for this CPU; None if none was compiled.
 
     It lies beside this file or, when this file is a working tree's, where the package is installed.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    for name in LIBRARIES.get(capability, ("_kernel",)):
+    for name in fitting():
         for folder in (Path(__file__).parent, *(Path(entry) / "model" for entry in sys.path)):
             for path in (folder / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES):
                 if path.exists() and (found := _load(path)):
@@ -140,6 +144,12 @@ def _load(path: Path) -> ctypes.CDLL | None:
         *(c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_void_p, c_int),
     )
     return found
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16, which is faster than to widen one of them."""
+    return bool(_here().onerow_multiplies_bfloat16())
 
 
 def linear(layer: Linear, x: Tensor) -> Tensor:
@@ -216,10 +226,10 @@ def _batch(plan: Plan, tokens: Tensor | None = None, positions: Tensor | None = 
         None if tokens is None else tokens.data_ptr(),
         None if positions is None else positions.data_ptr(),
         plan.write.data_ptr(),
-        plan.queries.ctypes.data,
-        plan.keys.ctypes.data,
+        plan.queries.__array_interface__["data"][0],
+        plan.keys.__array_interface__["data"][0],
         plan.rows.data_ptr(),
         len(plan.write),
         len(plan.queries) - 1,
-        int(np.diff(plan.keys).max()),
+        int((plan.keys[1:] - plan.keys[:-1]).max()),
     )

@@ -1,8 +1,8 @@
 """Weights in the order in which the CPU's kernels read them, and a runner that uses them.
 
 A decoded token reads every weight once, so a step is as fast as memory. The outputs of a layer lie
-in panels of 16: for each input, the weights of all 16; of bfloat16 for every two inputs, pairwise.
-`pack` puts each matrix of a network into this order and lets go of the other copy.
+in panels of 16: for each input, the weights of all 16; in 16 or 8 bits for every two inputs,
+pairwise. `pack` puts each matrix of a network into this order and lets go of the other copy.
 """
 
 from __future__ import annotations
@@ -26,16 +26,26 @@ HUGE_PAGE = 2**21
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in float32, bfloat16 or int8 (with the scale of each output); sums are
-    float32. `weight` is (n, k), k a multiple of 4.
+    """A linear layer whose weight `(n, k)` is float32, bfloat16, or int8 with the scale of each
+    output; k is a multiple of 4. Sums are float32.
+
+    With int8 weights a token's inputs become int16, the largest of them 32,767: whole numbers are
+    multiplied twice as fast. With `round_inputs` they become bfloat16, as bfloat16 weights are.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        *,
+        round_inputs: bool = False,
+    ) -> None:
         super().__init__()
         n, k = weight.shape
         if k % kernel.STRIDE:
             raise ValueError(f"{k} inputs are no multiple of {kernel.STRIDE}")
-        together = 2 if weight.dtype is torch.bfloat16 else 1  # inputs
+        together = 1 if weight.dtype is torch.float32 else 2  # inputs
         panels = -(-n // kernel.LANES)
         self.panels = _spacious((panels, k // together, kernel.LANES, together), weight.dtype)
         whole = F.pad(weight.detach(), (0, 0, 0, -n % kernel.LANES))
@@ -44,7 +54,7 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else bias.detach().float()
         self.layer = kernel.Linear(
             *(self.panels.data_ptr(), _pointer(self.scale), _pointer(self.bias)),
-            *(n, k, kernel.TYPES[weight.dtype]),
+            *(n, k, kernel.BFLOAT16_BOTH if round_inputs else kernel.TYPES[weight.dtype]),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +97,13 @@ def is_packed(model: GPT) -> bool:
     return isinstance(model.get_submodule("lm_head"), PackedLinear)
 
 
+def weight_bytes(model: GPT) -> int:
+    """Bytes of one number of its matrices, as they lie in memory."""
+    head = model.get_submodule("lm_head")
+    weight = head.panels if isinstance(head, PackedLinear) else model.state_dict()["lm_head.weight"]
+    return weight.itemsize
+
+
 def _packed(
     layer: nn.Linear | nn.Embedding | Int8Linear | Int8Embedding, n: int | None = None
 ) -> PackedLinear:
@@ -95,7 +112,19 @@ def _packed(
         layer = layer.linear
     scale = layer.scale[:n] if isinstance(layer, Int8Linear) else None
     bias = None if isinstance(layer, nn.Embedding) else layer.bias
-    return PackedLinear(layer.weight[:n], scale, bias)
+    weight = layer.weight[:n]
+    rounds = weight.dtype is torch.bfloat16 and kernel.multiplies_bfloat16()
+    return PackedLinear(_narrowed(weight), scale, bias, round_inputs=rounds)
+
+
+def _narrowed(weight: Tensor) -> Tensor:
+    """float32 that was bfloat16 once, as it was: half as much to read for the very same sums."""
+    if weight.dtype is not torch.float32:
+        return weight
+    for part in (weight[:1], weight):  # what does not fit mostly shows it in its first row
+        if not torch.equal(part.bfloat16().float(), part):
+            return weight
+    return weight.bfloat16()
 
 
 def _spacious(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
-"""Weights in eight bits: one scale per output, activations as they are.
+"""Weights in eight bits: one scale per output.
 
     W[n, :] ~ scale[n] * q[n, :],  q = round(W / scale), scale[n] = max |W[n, :]| / 127
 
-A row of activations is never rounded, so that no token's numbers depend on another's.
+Activations stay as they are, or are rounded token by token (`PackedLinear`), never by a scale that
+tokens share: no token's numbers depend on another's.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Runner:
         hidden, spans = self.hidden(batch), batch.spans
         draws = self._draw(hidden, work, spans)
         self._score(hidden, work, spans, draws)
-        finite = torch.isfinite(hidden).all(dim=-1)
-        if not finite.all():
+        if not math.isfinite(hidden.sum()):  # or the sum is too large for its type
+            finite = torch.isfinite(hidden).all(dim=-1)
             for draw, span in zip(draws, spans, strict=True):
                 draw.failed |= not finite[span].all()
         return draws

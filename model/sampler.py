@@ -138,11 +138,12 @@ def _finite(logits: Tensor, adjusted: Tensor) -> list[bool]:
     """Which rows are finite, and have a token left to choose. Not a number is both the least and
     the greatest of its row.
     """
-    fine = (logits.amin(dim=-1) > -torch.inf) & (logits.amax(dim=-1) < torch.inf)
-    if adjusted is not logits:
-        fine &= torch.isfinite(adjusted.amax(dim=-1))
-    found: list[bool] = fine.tolist()
-    return found
+    least, most = torch.stack(torch.aminmax(logits, dim=-1)).tolist()
+    best = most if adjusted is logits else adjusted.amax(dim=-1).tolist()
+    return [
+        -math.inf < low and high < math.inf and math.isfinite(top)
+        for low, high, top in zip(least, most, best, strict=True)
+    ]
 
 
 def _argmax(logits: Tensor) -> list[int]:

@@ -85,23 +85,29 @@ def _matmuls(device: str) -> dict[str, float]:
     first = _multiply(small, torch.float32, device)
     speeds = {}
     for name, dtype in PRECISIONS.items():
+        if device == "cpu" and kernel.library():
+            speeds[name] = _multiply_packed(large, dtype)
         # Where the processor has no instructions for a type, a large product takes many seconds.
         try:
             if name == "float32" or _multiply(small, dtype, device) > SLOW * first:
-                speeds[name] = _multiply(large, dtype, device)
+                speeds[name] = max(_multiply(large, dtype, device), speeds.get(name, 0.0))
         except RuntimeError:  # this build of torch cannot do it
             continue
     return speeds
 
 
 def _multiply(n: int, dtype: torch.dtype, device: str) -> float:
-    """By torch or, in float32 on a CPU, by our own kernels, if those are faster."""
+    """By torch."""
     a = torch.ones(n, n, dtype=dtype, device=device)
     product = torch._int_mm if dtype is torch.int8 else torch.matmul
-    speed = _best(partial(_finished, partial(product, a, a)), 2 * n**3)
-    if device == "cpu" and dtype is torch.float32 and kernel.library():
-        speed = max(speed, _best(partial(PackedLinear(a, None, None), a), 2 * n**3))
-    return speed
+    return _best(partial(_finished, partial(product, a, a)), 2 * n**3)
+
+
+def _multiply_packed(n: int, dtype: torch.dtype) -> float:
+    """By our own kernels."""
+    scale = torch.ones(n) if dtype is torch.int8 else None
+    layer = PackedLinear(torch.ones(n, n, dtype=dtype), scale, None)
+    return _best(partial(layer, torch.ones(n, n)), 2 * n**3)
 
 
 def _finished(operation: Callable[[], Tensor]) -> None:

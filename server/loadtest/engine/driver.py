@@ -17,6 +17,8 @@ import numpy as np
 from model import checkpoint, formats
 from model.checkpoint import CheckpointError
 from model.config import GPTConfig
+from model.packed import weight_bytes
+from model.runner import Runner
 from model.step import Sampling
 from model.tokenizer import FILE_NAME, Tokenizer
 from server.engine.engine import Engine
@@ -63,6 +65,7 @@ def serve(engine: Engine, commands: TextIO, answers: TextIO) -> None:
 
 def ready(engine: Engine, config: GPTConfig, seconds: float) -> dict[str, Any]:
     """What the benchmark wants to know of us beside what it asks of everyone."""
+    assert isinstance(engine.model, Runner)
     return {
         "ready": f"onerow {VERSION}",
         "load_s": seconds,
@@ -70,6 +73,7 @@ def ready(engine: Engine, config: GPTConfig, seconds: float) -> dict[str, Any]:
         "shape": config.model_dump(),
         "device": engine.device,
         "dtype": engine.dtype,
+        "weight_bytes": weight_bytes(engine.model.model),
         "rows": engine.pool.n_rows,
         "row_bytes": engine.pool.row_bytes,
         "streams": engine.scheduler.max_running,

@@ -56,12 +56,17 @@ class Variant:
     name: str
     config: GPTConfig
     dtype: str
+    weight_bytes: int  # of one number
     row_bytes: int
 
     @classmethod
     def of(cls, name: str, ready: Mapping[str, Any]) -> Variant:
         config = GPTConfig.model_validate(ready["shape"])
-        return cls(name, config, ready["dtype"], ready["row_bytes"])
+        return cls(name, config, *(ready[key] for key in ("dtype", "weight_bytes", "row_bytes")))
+
+    def floor(self, cell: Cell, ceilings: Ceilings) -> Floor:
+        numbers = (self.dtype, self.weight_bytes, self.row_bytes)
+        return floor(cell, self.config, *numbers, ceilings)
 
 
 Figures = dict[Cell, dict[str, Figure]]
@@ -77,7 +82,7 @@ def figures(
     result: Figures = {}
     for (cell, name), runs in groups.items():
         v = variants.get(name)
-        least = floor(cell, v.config, v.dtype, v.row_bytes, ceilings) if v else None
+        least = v.floor(cell, ceilings) if v else None
         result.setdefault(cell, {})[name] = Figure.of(cell, runs, repeats, least)
     return result
 

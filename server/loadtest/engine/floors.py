@@ -10,8 +10,6 @@ from model.config import GPTConfig
 from server.loadtest.engine.ceilings import Ceilings
 from server.loadtest.engine.cells import Cell, Kind
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-
 
 @dataclass(frozen=True, slots=True)
 class Floor:
@@ -26,12 +24,20 @@ class Floor:
         return {"bytes": self.bytes, "flops": self.flops, "ms": round(self.ms, 4), "share": share}
 
 
-def floor(cell: Cell, config: GPTConfig, dtype: str, row_bytes: int, ceilings: Ceilings) -> Floor:
-    """Of one token for each stream; of a prefill, the whole prompts.
+def floor(
+    cell: Cell,
+    config: GPTConfig,
+    dtype: str,
+    weight_bytes: int,
+    row_bytes: int,
+    ceilings: Ceilings,
+) -> Floor:
+    """Of one token for each stream; of a prefill, the whole prompts. `weight_bytes` are those of
+    one number, which float32 may keep in fewer than its own.
 
     Rows that are computed in the same step need not be read from the pool.
     """
-    read = cost.weights_read(config, WEIGHT_BYTES[dtype])
+    read = cost.weights_read(config, weight_bytes)
     if cell.kind is Kind.DECODE:
         work = cost.decode(cell.streams, cell.context)
         read += cell.streams * cell.context * row_bytes

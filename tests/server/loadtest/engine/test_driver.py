@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from model import checkpoint
+from model import checkpoint, kernel
 from model.checkpoint import CheckpointError
 from server.engine.engine import Engine
 from server.loading import load_engine
@@ -88,6 +88,15 @@ class TestProtocol:
         assert ready["uncached"] is True
         assert ready["rows"] == engine.pool.n_rows
         assert ready["shape"]["d_model"] == 48
+        assert ready["weight_bytes"] == 4
+
+    @pytest.mark.parametrize(("dtype", "size"), [("float32", 2), ("int8", 1)])
+    def test_weights_are_as_they_lie_in_memory(self, dtype: str, size: int) -> None:
+        """The included model was saved in bfloat16: the kernels, if there are any, keep it so."""
+        engine = load_engine(Settings(device="cpu", threads=1, dtype=dtype))
+        if dtype == "float32" and kernel.library() is None:
+            size = 4
+        assert driver.ready(engine, tiny.config(), 0.5)["weight_bytes"] == size
 
 
 class TestVocabulary:

@@ -13,7 +13,7 @@ from server.loadtest.engine.rounds import Record, Run
 
 GPT2 = PRESETS["gpt2"]
 MACHINE = Ceilings(40e9, {"float32": 200e9})
-VARIANTS = {"onerow": Variant("onerow", GPT2, "float32", GPT2.row_bytes(4))}
+VARIANTS = {"onerow": Variant("onerow", GPT2, "float32", 4, GPT2.row_bytes(4))}
 
 
 def run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model import cost
+from model import cost, kernel
 from model.config import PRESETS
 from server.loadtest.engine import ceilings
 from server.loadtest.engine.ceilings import Ceilings
@@ -16,8 +16,11 @@ GPT2 = PRESETS["gpt2"]
 MACHINE = Ceilings(42e9, {"float32": 190e9, "bfloat16": 418e9, "int8": 100e9})
 
 
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
 def of(name: str, dtype: str = "float32", row: int = GPT2.row_bytes(4)) -> Floor:
-    return floor(Cell.read(name), GPT2, dtype, row, MACHINE)
+    return floor(Cell.read(name), GPT2, dtype, BYTES[dtype], row, MACHINE)
 
 
 class TestDecode:
@@ -87,5 +90,6 @@ class TestCeilings:
         found = ceilings.measure(1, "cpu")
         assert torch.get_num_threads() == before
         assert 1e6 < found.bandwidth < 1e12
-        assert 1e6 < found.matmul["float32"] < 1e13
+        assert all(1e6 < speed < 1e13 for speed in found.matmul.values())
+        assert kernel.library() is None or found.matmul["int8"] > found.matmul["float32"]
         assert found.as_json()["read_GB_s"] == pytest.approx(found.bandwidth / 1e9, abs=0.01)

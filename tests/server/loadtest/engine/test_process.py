@@ -87,7 +87,8 @@ class TestFaults:
 
     def test_it_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ANSWER_SECONDS", 0.0)
-        with started() as process, pytest.raises(ProcessError, match=r"^no answer for 0 s$"):
+        silent = started("silent")
+        with silent as process, pytest.raises(ProcessError, match=r"^no answer for 0 s$"):
             process.generate([[1]], 2)
 
 
