@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -42,14 +42,12 @@ def pack(work: Sequence[Work], device: torch.device) -> Batch:
         ]
     )
     n_tokens = int(queries[-1])
-    tokens, positions, write, rows = (
-        torch.from_numpy(numbers)
-        .to(device, non_blocking=True)
-        .split([n_tokens, n_tokens, n_tokens, int(keys[-1])])
-    )
+    there = torch.from_numpy(numbers).to(device, non_blocking=True)
+    parts = there.split_with_sizes([n_tokens, n_tokens, n_tokens, int(keys[-1])])
+    tokens, positions, write, rows = parts
     return Batch(tokens, positions, Plan(write, queries, keys, rows))
 
 
 def _offsets(lengths: Sequence[int]) -> Ids:
     """Where each of things that lie one after another begins, and where the last one ends."""
-    return np.cumsum([0, *lengths], dtype=np.int32)
+    return np.array([0, *accumulate(lengths)], np.int32)

@@ -190,11 +190,10 @@ INLINE float total(Floats x) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// e^x by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
+// e^x, x up to 88, by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
 INLINE float exponential(float x) {
     const float shift = 12582912.0f; // 1.5 * 2^23: rounds to a whole number in the low bits
     x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
     float shifted = x * 1.44269504f + shift;
     float n = shifted - shift;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -214,6 +213,7 @@ INLINE float activate(float x, int activation) {
     case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
     case GELU_TANH: { // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
         float u = 0.79788456f * (x + 0.044715f * x * x * x);
+        u = u < -44.0f ? -44.0f : u;
         return x / (1.0f + exponential(-2.0f * u));
     }
     default: return x;
@@ -593,17 +593,15 @@ static void linear(struct member *me, const struct linear *l, const float *x, in
         else
             interleave(x + at * l->k, l->k, m, l->k, to);
     }
-    FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE) {
-        int first = chunk * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
-        for (int group = 0; group < groups; group++) {
-            tiles.begin = (long)all * group / groups;
-            tiles.end = (long)all * (group + 1) / groups;
-            multiply_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
-            int begin = tile_start(n_tokens, tiles.begin), end = tile_start(n_tokens, tiles.end);
-            for (int t = begin; t < end; t++)
-                finish(l, first, n, sums + (t - begin) * WIDE, pair == 1 ? 1.0f : steps[t], onto,
-                       activation, y + t * ldy + first);
-        }
+    FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE * groups) {
+        int first = chunk / groups * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;
+        tiles.begin = (long)all * (chunk % groups) / groups;
+        tiles.end = (long)all * (chunk % groups + 1) / groups;
+        multiply_panels(l, tiles, first / LANES, round_up(n, LANES) / LANES, sums);
+        int begin = tile_start(n_tokens, tiles.begin), end = tile_start(n_tokens, tiles.end);
+        for (int t = begin; t < end; t++)
+            finish(l, first, n, sums + (t - begin) * WIDE, pair == 1 ? 1.0f : steps[t], onto,
+                   activation, y + t * ldy + first);
     }
 }
 
@@ -755,93 +753,118 @@ INLINE void attend_one(const struct pool *p, int type, const float *q, const int
     }
 }
 
-// Copies `n` rows of a key head: keys as panels of `padded` inputs, values as panels of KEYS.
+// Copies `n` rows of a key head into tiles: keys as (d, keys of the tile), tile after tile, and
+// values as (n, numbers of the tile).
 INLINE void copy_rows(const struct pool *p, int type, const int32_t *rows, int n, int n_ahead,
-                      int head, int padded, float *keys, float *values) {
+                      int head, struct tiles of_keys, struct tiles of_values, Word *keys,
+                      Word *values) {
     int d = p->d_head;
     long width = (long)p->n_kv_head * d;
-    for (int r = 0; r < n; r++) {
-        long row = rows[r] * width + head * d;
-        if (r + FAR < n_ahead) {
-            long next = rows[r + FAR] * width + head * d;
+    FOR_TILES(of_keys, first, n_rows)
+    for (int r = 0; r < n_rows; r++) {
+        long row = rows[first + r] * width + head * d;
+        if (first + r + FAR < n_ahead) {
+            long next = rows[first + r + FAR] * width + head * d;
             fetch(p->keys, type, next, d);
             fetch(p->values, type, next, d);
         }
         for (int i = 0; i < d; i++)
-            keys[(long)(r / LANES * padded + i) * LANES + r % LANES] =
-                number(p->keys, type, row + i);
-        for (int i = 0; i < d; i += LANES)
+            keys[(long)first * d + i * n_rows + r] = as_bits(number(p->keys, type, row + i));
+        FOR_TILES(of_values, at, m)
+        for (int i = 0; i < m; i++)
+            values[(long)at * n + (first + r) * m + i] =
+                as_bits(number(p->values, type, row + at + i));
+    }
+}
+
+// What the scores (n, LANES) of a panel of queries become, each lane's first seen[lane] ones: their
+// exponentials above the lane's greatest so far, `most`; the others count nothing. `kept` says what
+// earlier sums are worth now, `total` is one of them.
+INLINE void weigh_panel(float *scores, int n, const int *seen, float *most, float *total,
+                        float *kept) {
+    float now[LANES], sums[LANES] = {0};
+    memcpy(now, most, sizeof now);
+    for (int r = 0; r < n; r++)
 #pragma omp simd
-            for (int j = i; j < (i + LANES < d ? i + LANES : d); j++)
-                values[(long)(i / LANES * KEYS + r) * LANES + j - i] =
-                    number(p->values, type, row + j);
+        for (int l = 0; l < LANES; l++) {
+            float score = scores[r * LANES + l];
+            score = r < seen[l] ? score : -INFINITY;
+            now[l] = score > now[l] ? score : now[l];
+        }
+    for (int r = 0; r < n; r++)
+#pragma omp simd
+        for (int l = 0; l < LANES; l++) {
+            float weight = exponential(scores[r * LANES + l] - now[l]);
+            weight = r < seen[l] ? weight : 0.0f;
+            scores[r * LANES + l] = weight;
+            sums[l] += weight;
+        }
+#pragma omp simd
+    for (int l = 0; l < LANES; l++) {
+        kept[l] = exponential(most[l] - now[l]);
+        total[l] = total[l] * kept[l] + sums[l];
+        most[l] = now[l];
     }
 }
 
 // Many queries of the heads that share one key head, over the n_keys rows that the last of them
-// sees: blocks of keys, softmax as it goes (Milakov and Gimelshein, arXiv:1805.02867). A block is
-// copied into panels, which all queries then read. `q` and `out` (n_queries, ld).
+// sees: blocks of keys, softmax as it goes (Milakov and Gimelshein, arXiv:1805.02867). The queries
+// are a layer's weights here, in panels, and a block's keys its tokens; then the weights of the
+// values are, and the numbers of a value its tokens. `q` and `out` (n_queries, ld).
 INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq, int n_queries,
                         const int32_t *rows, int n_keys, int head, float *scratch, float *out,
                         long ldo) {
     int d = p->d_head, shared = p->n_head / p->n_kv_head, lines = n_queries * shared;
-    int padded = round_up(d, STRIDE), wide = round_up(d, LANES);
+    int padded = round_up(lines, LANES);
     float rate = 1.0f / sqrtf(d);
-    float *keys = scratch, *values = keys + KEYS * padded, *queries = values + KEYS * wide;
-    float *sums = queries + (long)lines * padded, *most = sums + (long)lines * wide,
-          *total = most + lines;
-    memset(scratch, 0, (char *)most - (char *)scratch); // what pads is zero
-    struct tiles tiles = {.n_tokens = lines, .end = n_tiles(lines)};
-    FOR_TILES(tiles, at, m)
-    for (int i = 0; i < m; i++) {
-        int line = at + i;
+    Word *keys = (Word *)scratch, *values = keys + KEYS * d;
+    float *queries = scratch + 2 * KEYS * d, *sums = queries + (long)padded * d,
+          *most = sums + (long)padded * d, *total = most + padded;
+    memset(queries, 0, 2L * padded * d * sizeof *queries);
+    for (int line = 0; line < lines; line++) {
         const float *from = q + line / shared * ldq + (head * shared + line % shared) * d;
-        for (int j = 0; j < d; j++)
-            queries[(long)at * padded + j * m + i] = from[j] * rate;
-        most[line] = -INFINITY;
-        total[line] = 0.0f;
+        for (int i = 0; i < d; i++)
+            queries[(long)(line / LANES * d + i) * LANES + line % LANES] = from[i] * rate;
     }
+    for (int line = 0; line < padded; line++)
+        most[line] = -INFINITY, total[line] = 0.0f;
+    struct tiles of_values = {.n_tokens = d, .end = n_tiles(d)};
     for (int begin = 0; begin < n_keys; begin += KEYS) {
         int n = n_keys - begin < KEYS ? n_keys - begin : KEYS;
-        copy_rows(p, type, rows + begin, n, n_keys - begin, head, padded, keys, values);
-        FOR_TILES(tiles, at, m) {
-            // Keys of the block that a line sees; the tile's last one sees the most.
-            int seen[MOST_TOKENS];
-            for (int i = 0; i < m; i++) {
-                seen[i] = n_keys - n_queries + (at + i) / shared + 1 - begin;
-                seen[i] = seen[i] < n ? seen[i] : n;
+        struct tiles of_keys = {.n_tokens = n, .end = n_tiles(n)};
+        copy_rows(p, type, rows + begin, n, n_keys - begin, head, of_keys, of_values, keys, values);
+        for (int first = 0; first < padded; first += LANES) {
+            // Keys of the block that a line sees, the panel's last one the most.
+            int seen[LANES], far;
+            for (int l = 0; l < LANES; l++) {
+                int line = first + l < lines ? first + l : lines - 1;
+                far = n_keys - n_queries + line / shared + 1 - begin;
+                seen[l] = far = far < n ? far : n;
             }
-            int far = seen[m - 1];
             if (far <= 0)
                 continue;
-            struct block k = {(const char *)keys, padded * LANES * 4L, padded};
-            struct block v = {(const char *)values, KEYS * LANES * 4L, round_up(far, STRIDE)};
-            float scores[MOST_TOKENS * KEYS] = {0};
-            Word shares[MOST_TOKENS * KEYS];
-            multiply_near(m, (Word *)queries + (long)at * padded, k, scores, KEYS,
-                          round_up(far, LANES) / LANES);
-            for (int i = 0; i < m; i++) {
-                float *s = scores + i * KEYS, *sum = sums + (long)(at + i) * wide;
-                if (seen[i] > 0) {
-                    float now = largest(s, seen[i], most[at + i]);
-                    float kept = exponential(most[at + i] - now);
-                    total[at + i] = total[at + i] * kept + weigh(s, seen[i], now);
-                    most[at + i] = now;
-#pragma omp simd
-                    for (int j = 0; j < d; j++)
-                        sum[j] *= kept;
-                }
-                for (int r = seen[i] > 0 ? seen[i] : 0; r < v.words; r++)
-                    s[r] = 0.0f;
+            float scores[KEYS * LANES] = {0}, kept[LANES];
+            float *panel = queries + (long)first * d, *sum = sums + (long)first * d;
+            struct block query = {(const char *)panel, 0, d},
+                         weight = {(const char *)scores, 0, far};
+            FOR_TILES(of_keys, at, m) {
+                if (at >= far)
+                    break;
+                multiply_near(m, keys + (long)at * d, query, scores + at * LANES, LANES, 1);
             }
-            interleave(scores, KEYS, m, v.words, shares);
-            multiply_near(m, shares, v, sums + (long)at * wide, wide, wide / LANES);
+            weigh_panel(scores, far, seen, most + first, total + first, kept);
+            for (int i = 0; i < d; i++)
+#pragma omp simd
+                for (int l = 0; l < LANES; l++)
+                    sum[i * LANES + l] *= kept[l];
+            FOR_TILES(of_values, at, m)
+            multiply_near(m, values + (long)at * n, weight, sum + at * LANES, LANES, 1);
         }
     }
-    for (int i = 0; i < lines; i++)
-        for (int j = 0; j < d; j++)
-            out[i / shared * ldo + (head * shared + i % shared) * d + j] =
-                sums[(long)i * wide + j] / total[i];
+    for (int line = 0; line < lines; line++)
+        for (int i = 0; i < d; i++)
+            out[line / shared * ldo + (head * shared + line % shared) * d + i] =
+                sums[(long)(line / LANES * d + i) * LANES + line % LANES] / total[line];
 }
 
 // The queries of a block, fewer where several heads share a key head.
@@ -852,8 +875,9 @@ static int block_queries(const struct pool *p) {
 
 // Floats that one thread needs as scratch to attend over at most n_keys rows.
 static long attend_scratch(const struct pool *p, long n_keys) {
-    long one = p->n_head * n_keys, lines = block_queries(p) * p->n_head / p->n_kv_head;
-    long many = (KEYS + lines) * (2L * p->d_head + STRIDE + LANES) + 2 * lines;
+    long one = p->n_head * n_keys;
+    long lines = round_up(block_queries(p) * p->n_head / p->n_kv_head, LANES);
+    long many = (KEYS + lines) * 2L * p->d_head + 2 * lines;
     return (one > many ? one : many) + LANES; // no two threads write to one cache line
 }
 
@@ -896,10 +920,14 @@ INLINE void write_rows(const struct pool *p, const int32_t *rows, int n_tokens, 
 // Writes the keys and values of the step and lets each query look at the rows of its sequence up to
 // its own. q (n_tokens, ldq), k and v (n_tokens, ldk), out (n_tokens, n_head * d_head). A phase: no
 // sequence reads what another one writes in the same step, nor a head what another head writes, so
-// a chunk is a sequence, or some key heads of one where there are few sequences.
+// a chunk is a sequence, or some key heads of one where there are few sequences, or prompts, which
+// take long.
 static void attend(struct member *me, const struct pool *p, const struct batch *b, const float *q,
-                   long ldq, const float *k, const float *v, long ldk, int parts, float *out) {
-    parts = b->n_sequences >= 2 * parts ? 1 : parts < p->n_kv_head ? parts : p->n_kv_head;
+                   long ldq, const float *k, const float *v, long ldk, int threads, float *out) {
+    int few = b->n_sequences < 2 * threads;
+    int prompts = b->n_tokens > b->n_sequences;
+    int parts = prompts ? 4 * threads : few ? threads : 1;
+    parts = parts < p->n_kv_head ? parts : p->n_kv_head;
     FOR_CHUNKS(me, chunk, b->n_sequences * parts) {
         int s = chunk / parts, part = chunk % parts;
         int first = p->n_kv_head * part / parts, last = p->n_kv_head * (part + 1) / parts;

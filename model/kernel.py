@@ -154,18 +154,19 @@ def multiplies_bfloat16() -> bool:
 
 def linear(layer: Linear, x: Tensor) -> Tensor:
     """x `(T, k)` -> `(T, n)`."""
-    x, y = x.contiguous(), torch.empty(len(x), layer.n)
+    n_tokens, _ = x.shape
+    x, y = x.contiguous(), torch.empty(n_tokens, layer.n)
     scratch = torch.empty_like(x)
     _here().onerow_linear(
-        *(ctypes.byref(layer), x.data_ptr(), len(x)),
+        *(ctypes.byref(layer), x.data_ptr(), n_tokens),
         *(scratch.data_ptr(), y.data_ptr(), torch.get_num_threads()),
     )
     return y
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pool_layer: Tensor, plan: Plan) -> Tensor:
-    """`model.attention.attend`, reading rows where they lie: what `Pass` does between two layers,
-    by itself.
+    """`model.attention.attend`, reading rows where they lie: what a network does between two
+    layers, by itself.
     """
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     if k.stride(0) != v.stride(0):
@@ -182,26 +183,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pool_layer: Tensor, plan: Plan) -> T
     return out
 
 
-class Pass:
-    """A pass of a packed network over a batch. It writes rows to `kv[layer, key|value, row,
-    n_kv_head, d_head]` and needs `scratch` bytes to work with.
-    """
+class Network:
+    """A packed network, and `kv[layer, key|value, row, n_kv_head, d_head]`, where it keeps its rows."""
 
-    def __init__(self, model: Model, batch: Batch, kv: Tensor, n_head: int) -> None:
-        self.lib, self.threads = _here(), torch.get_num_threads()
-        self.model, self.batch = model, _batch(batch.plan, batch.tokens, batch.positions)
-        self.pool, self.layer_bytes = _pool(kv[0], n_head), kv.stride(0) * kv.itemsize
-        self.scratch: int = self.lib.onerow_forward_scratch(
-            *(ctypes.byref(model), ctypes.byref(self.pool)),
-            *(self.batch.n_tokens, self.batch.n_keys, self.threads),
-        )
+    def __init__(self, model: Model, kv: Tensor, n_head: int) -> None:
+        self._lib, self._model = _here(), model
+        self._pool, self._layer_bytes = _pool(kv[0], n_head), kv.stride(0) * kv.itemsize
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, scratch: Tensor) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         """Hidden states `(T, d_model)`, ready for the head."""
-        hidden = torch.empty(self.batch.n_tokens, self.model.d_model)
-        self.lib.onerow_forward(
-            *(ctypes.byref(self.model), ctypes.byref(self.pool), self.layer_bytes),
-            *(ctypes.byref(self.batch), scratch.data_ptr(), hidden.data_ptr(), self.threads),
+        step, threads = _batch(batch.plan, batch.tokens, batch.positions), torch.get_num_threads()
+        needed = self._lib.onerow_forward_scratch(
+            *(ctypes.byref(self._model), ctypes.byref(self._pool)),
+            *(step.n_tokens, step.n_keys, threads),
+        )
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        hidden = torch.empty(step.n_tokens, self._model.d_model)
+        self._lib.onerow_forward(
+            *(ctypes.byref(self._model), ctypes.byref(self._pool), self._layer_bytes),
+            *(ctypes.byref(step), self._scratch.data_ptr(), hidden.data_ptr(), threads),
         )
         return hidden
 
@@ -229,7 +231,7 @@ def _batch(plan: Plan, tokens: Tensor | None = None, positions: Tensor | None = 
         plan.queries.__array_interface__["data"][0],
         plan.keys.__array_interface__["data"][0],
         plan.rows.data_ptr(),
-        len(plan.write),
+        plan.write.numel(),
         len(plan.queries) - 1,
         int((plan.keys[1:] - plan.keys[:-1]).max()),
     )

@@ -153,7 +153,7 @@ class PackedRunner(Runner):
         super().__init__(model, n_rows, kv_dtype, kernel.attend)
         c, embedding = model.config, model.get_submodule("wte.rows")
         self._layers = (kernel.Layer * c.n_layer)(*(_layer(block) for block in model.h))
-        self._network = kernel.Model(
+        network = kernel.Model(
             layers=self._layers,
             wpe=model.wpe.weight.data_ptr(),
             ln_f=_norm(model.ln_f),
@@ -165,13 +165,10 @@ class PackedRunner(Runner):
             norm_first=c.norm_first,
             epsilon=c.norm_epsilon,
         )
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._network = kernel.Network(network, self.kv, c.n_head)
 
     def hidden(self, batch: Batch) -> Tensor:
-        step = kernel.Pass(self._network, batch, self.kv, self.n_head)
-        if len(self._scratch) < step.scratch:
-            self._scratch = torch.empty(step.scratch, dtype=torch.uint8)
-        return step.run(self._scratch)
+        return self._network.hidden(batch)
 
 
 def _layer(block: nn.Module) -> kernel.Layer:
