@@ -184,7 +184,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pool_layer: Tensor, plan: Plan) -> T
 
 
 class Network:
-    """A packed network, and `kv[layer, key|value, row, n_kv_head, d_head]`, where it keeps its rows."""
+    """A packed network and its rows, `kv[layer, key|value, row, n_kv_head, d_head]`."""
 
     def __init__(self, model: Model, kv: Tensor, n_head: int) -> None:
         self._lib, self._model = _here(), model
