@@ -2,10 +2,10 @@
 // they lie, and the pass that strings them together.
 //
 // One decoded token reads every weight once, so the speed of a step is the speed of memory: weights
-// lie in the order in which they are read, and a batch reads them once. Sums are float32, and every
-// one of them runs in one order, so that a token's numbers do not depend on its neighbours in the
-// batch. (They do depend, in the last bits, on whether it is its sequence's only one in the step: a
-// single query is attended in another way than several.)
+// lie in the order in which they are read, and a batch reads them once. Sums are float32 (with int8
+// weights whole numbers first), and every one of them runs in one order, so that a token's numbers
+// do not depend on its neighbours in the batch. (They do depend, in the last bits, on whether it is
+// its sequence's only one in the step: a single query is attended in another way than several.)
 //
 // This file is compiled once per instruction set; the compiler makes its vectors from WIDTH floats.
 
@@ -251,7 +251,7 @@ INLINE void load(int p, int type, const char *w, long panel, long at, int u,
         long lane = j % VECTORS * WIDTH;
         if (type == BFLOAT16) {
             Words two = *(const Words *)(block + (at * LANES + lane * 2) * 2);
-            weights[j] = u & 1 ? (Words)(two & 0xffff0000) : (Words)(two << 16);
+            weights[j] = u ? (Words)(two & 0xffff0000) : (Words)(two << 16);
         } else if (type == INT8) {
             weights[j] = (Words) __builtin_convertvector(
                 *(const Bytes *)(block + ((at + u) * LANES + lane) * 2), Shorts);
@@ -293,10 +293,9 @@ INLINE int are_whole(int type) { return type == INT8 || type == INT16; }
 
 // Tokens are worked on in tiles of as equal a size as can be: these are the tiles `begin` to `end`
 // of all those that `n_tokens` make. What a tile reads one after another lies so: `x` holds the
-// words of its m tokens' inputs as (words, m). `steps` are the tokens' own, where there are any.
+// words of its m tokens' inputs as (words, m).
 struct tiles {
     const Word *x;
-    const float *steps;
     int n_tokens, begin, end;
 };
 
@@ -311,11 +310,11 @@ INLINE int tile_start(int n_tokens, int tile) { return (long)n_tokens * tile / n
                                m = tile_start((tiles).n_tokens, tile + 1) - at);                   \
          tile++)
 
-// (m, ldx) becomes (k, m).
-INLINE void interleave(const float *x, long ldx, int m, int k, Word *to) {
+// (m, k) becomes (k, m).
+INLINE void interleave(const float *x, int m, int k, Word *to) {
     for (int j = 0; j < k; j++)
         for (int i = 0; i < m; i++)
-            *to++ = as_bits(x[i * ldx + j]);
+            *to++ = as_bits(x[(long)i * k + j]);
 }
 
 // The step between a token's inputs in int16, of which the largest becomes LARGEST. It is no number
@@ -351,9 +350,9 @@ INLINE void interleave_pairs(int type, const float *x, int m, int k, Word *to, f
     }
 }
 
-// Weights of inputs of so many words, in panels that lie `panel` bytes apart. Those that lie
-// far off are asked for a block before their turn: `pace` bytes from `next` on for every line of
-// the cache that is used up here.
+// Weights of the inputs of so many words, in panels that lie `panel` bytes apart. Those that lie
+// far off are asked for a block before their turn: whenever words are worked on, `pace` bytes from
+// `next` on.
 struct block {
     const char *panels;
     long panel;
@@ -367,7 +366,7 @@ INLINE void product(int m, int p, int type, int far, const Word *x, struct block
     Words weights[GROUP * VECTORS];
     Floats sums[MOST_TOKENS][GROUP * VECTORS];
     Ints whole[MOST_TOKENS][GROUP * VECTORS]; // sums of whole numbers
-    int line = words_at_once(type);
+    int once = words_at_once(type);
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
 #pragma GCC unroll 16
@@ -377,13 +376,13 @@ INLINE void product(int m, int p, int type, int far, const Word *x, struct block
             else
                 sums[i][j] = (Floats){0};
 #pragma GCC unroll 1 // more would spill the sums
-    for (long at = 0; at < b.words; at += line) {
+    for (long at = 0; at < b.words; at += once) {
         if (far && p == 1) {
             __builtin_prefetch(b.next, 0, 2);
             b.next += b.pace;
         }
 #pragma GCC unroll 4
-        for (int u = 0; u < line; u++, x += m) {
+        for (int u = 0; u < once; u++, x += m) {
             load(p, type, b.panels, b.panel, at, u, weights);
 #pragma GCC unroll 8
             for (int i = 0; i < m; i++)
@@ -581,7 +580,7 @@ static void linear(struct member *me, const struct linear *l, const float *x, in
     int all = n_tiles(n_tokens), groups = (all + TILES - 1) / TILES, pair = together(l->type);
     int as_is = n_tokens == 1 && pair == 1;
     float *steps = (float *)(packed + (long)n_tokens * (l->k / pair)); // pairs leave room
-    struct tiles tiles = {as_is ? (const Word *)x : packed, steps, n_tokens, 0, all};
+    struct tiles tiles = {as_is ? (const Word *)x : packed, n_tokens, 0, all};
     FOR_CHUNKS(me, tile, as_is ? 0 : all) {
         long at = tile_start(n_tokens, tile);
         int m = tile_start(n_tokens, tile + 1) - at;
@@ -591,7 +590,7 @@ static void linear(struct member *me, const struct linear *l, const float *x, in
         else if (l->type == BFLOAT16_BOTH)
             interleave_pairs(BFLOAT16_BOTH, x + at * l->k, m, l->k, to, steps + at);
         else
-            interleave(x + at * l->k, l->k, m, l->k, to);
+            interleave(x + at * l->k, m, l->k, to);
     }
     FOR_CHUNKS(me, chunk, round_up(l->n, WIDE) / WIDE * groups) {
         int first = chunk / groups * WIDE, n = first + WIDE < l->n ? WIDE : l->n - first;

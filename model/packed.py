@@ -7,22 +7,16 @@ pairwise. `pack` puts each matrix of a network into this order and lets go of th
 
 from __future__ import annotations
 
-import math
-import mmap
-from contextlib import suppress
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model import kernel
+from model import kernel, pages
 from model.batch import Batch
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.quantise import Int8Embedding, Int8Linear
 from model.runner import Runner
-
-HUGE_PAGE = 2**21
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +41,7 @@ class PackedLinear(nn.Module):
             raise ValueError(f"{k} inputs are no multiple of {kernel.STRIDE}")
         together = 1 if weight.dtype is torch.float32 else 2  # inputs
         panels = -(-n // kernel.LANES)
-        self.panels = _spacious((panels, k // together, kernel.LANES, together), weight.dtype)
+        self.panels = pages.empty((panels, k // together, kernel.LANES, together), weight.dtype)
         whole = F.pad(weight.detach(), (0, 0, 0, -n % kernel.LANES))
         self.panels.copy_(whole.reshape(panels, kernel.LANES, -1, together).transpose(1, 2))
         self.scale = scale
@@ -125,20 +119,6 @@ def _narrowed(weight: Tensor) -> Tensor:
         if not torch.equal(part.bfloat16().float(), part):
             return weight
     return weight.bfloat16()
-
-
-def _spacious(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor on large pages where the system has them: a step walks through all weights,
-    and the table of small pages does not fit the processor.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has a switch of its own
-    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=private)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _pointer(x: Tensor | None) -> int | None:

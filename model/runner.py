@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model import attention, inspection, sampler
+from model import attention, inspection, pages, sampler
 from model.attention import PooledAttention
 from model.batch import Batch, pack
 from model.gpt import GPT
@@ -41,7 +41,7 @@ class Runner:
         self.n_ctx, self.n_vocab = c.n_ctx, c.n_vocab
         self.n_layer, self.n_head = c.n_layer, c.n_head
         shape = (c.n_layer, 2, n_rows + 1, c.n_kv_head, c.d_head)
-        self.kv = torch.empty(shape, dtype=kv_dtype, device=self.device)
+        self.kv = pages.empty(shape, kv_dtype, self.device)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Draw]:
