@@ -21,6 +21,10 @@
 #include <immintrin.h>
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the first of a pair is the lower half of its word"
+#endif
+
 #if defined(__AVX512F__)
 #define WIDTH       16
 #define MOST_TOKENS 6 // tokens of a tile: sums, weights and a token's number fit the registers
@@ -68,7 +72,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 // each token's own; bfloat16 with BFLOAT16_BOTH; else they stay float32. INT16 is what int8 weights
 // become on their way.
 enum type { FLOAT32, BFLOAT16, INT8, BFLOAT16_BOTH, INT16 };
-static const int SIZES[] = {4, 2, 1, 2, 2};
+static const int SIZES[] = {4, 2, 1, 2}; // of those that panels are of
 enum activation { NONE, GELU_TANH, GELU, RELU };
 
 // A linear layer of `n` outputs and `k` inputs, a multiple of STRIDE. `panels` holds LANES outputs
@@ -330,7 +334,7 @@ static float int16_step(const float *x, int k) {
     return most / LARGEST + none;
 }
 
-// The same for the pairs of layers that take them, and each token's step.
+// As `interleave`, of pairs, for layers that take them; and each token's step.
 INLINE void interleave_pairs(int type, const float *x, int m, int k, Word *to, float *steps) {
     const float shift = 12582912.0f; // as in `exponential`
     for (int i = 0; i < m; i++, x += k) {
@@ -627,7 +631,7 @@ static void normalise(struct member *me, const struct norm *norm, const float *x
 // Token embedding out of its panels, plus position. A phase.
 static void embed(struct member *me, const struct model *m, const struct batch *b, float *x) {
     const struct linear *wte = &m->wte;
-    int pair = wte->type == FLOAT32 ? 1 : 2;
+    int beside = wte->type == FLOAT32 ? 1 : 2; // inputs whose weights lie together
     FOR_CHUNKS(me, t, b->n_tokens) {
         int token = b->tokens[t];
         if (token < 0 || token >= wte->n) { // the others of the batch are not to suffer for it
@@ -639,7 +643,7 @@ static void embed(struct member *me, const struct model *m, const struct batch *
         const float *position = m->wpe + (long)b->positions[t] * m->d_model;
         float scale = wte->scale ? wte->scale[token] : 1.0f;
         for (int i = 0; i < m->d_model; i++) {
-            long at = (long)(i / pair * LANES + token % LANES) * pair + i % pair;
+            long at = (long)(i / beside * LANES + token % LANES) * beside + i % beside;
             float weight = wte->type == INT8
                                ? ((const int8_t *)panel)[at]
                                : number(panel, wte->type == FLOAT32 ? FLOAT32 : BFLOAT16, at);
@@ -834,24 +838,24 @@ INLINE void attend_many(const struct pool *p, int type, const float *q, long ldq
         copy_rows(p, type, rows + begin, n, n_keys - begin, head, of_keys, of_values, keys, values);
         for (int first = 0; first < padded; first += LANES) {
             // Keys of the block that a line sees, the panel's last one the most.
-            int seen[LANES], far;
+            int seen[LANES], most_seen;
             for (int l = 0; l < LANES; l++) {
                 int line = first + l < lines ? first + l : lines - 1;
-                far = n_keys - n_queries + line / shared + 1 - begin;
-                seen[l] = far = far < n ? far : n;
+                most_seen = n_keys - n_queries + line / shared + 1 - begin;
+                seen[l] = most_seen = most_seen < n ? most_seen : n;
             }
-            if (far <= 0)
+            if (most_seen <= 0)
                 continue;
             float scores[KEYS * LANES] = {0}, kept[LANES];
             float *panel = queries + (long)first * d, *sum = sums + (long)first * d;
             struct block query = {(const char *)panel, 0, d},
-                         weight = {(const char *)scores, 0, far};
+                         weight = {(const char *)scores, 0, most_seen};
             FOR_TILES(of_keys, at, m) {
-                if (at >= far)
+                if (at >= most_seen)
                     break;
                 multiply_near(m, keys + (long)at * d, query, scores + at * LANES, LANES, 1);
             }
-            weigh_panel(scores, far, seen, most + first, total + first, kept);
+            weigh_panel(scores, most_seen, seen, most + first, total + first, kept);
             for (int i = 0; i < d; i++)
 #pragma omp simd
                 for (int l = 0; l < LANES; l++)

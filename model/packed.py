@@ -24,7 +24,7 @@ class PackedLinear(nn.Module):
     output; k is a multiple of 4. Sums are float32.
 
     With int8 weights a token's inputs become int16, the largest of them 32,767: whole numbers are
-    multiplied twice as fast. With `round_inputs` they become bfloat16, as bfloat16 weights are.
+    multiplied faster. With `round_inputs` they become bfloat16, as bfloat16 weights are.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class PackedLinear(nn.Module):
         n, k = weight.shape
         if k % kernel.STRIDE:
             raise ValueError(f"{k} inputs are no multiple of {kernel.STRIDE}")
+        if (weight.dtype is torch.int8) != (scale is not None):
+            raise ValueError("int8 weights have a scale, and no others")
         together = 1 if weight.dtype is torch.float32 else 2  # inputs
         panels = -(-n // kernel.LANES)
         self.panels = pages.empty((panels, k // together, kernel.LANES, together), weight.dtype)
@@ -92,10 +94,9 @@ def is_packed(model: GPT) -> bool:
 
 
 def weight_bytes(model: GPT) -> int:
-    """Bytes of one number of its matrices, as they lie in memory."""
-    head = model.get_submodule("lm_head")
-    weight = head.panels if isinstance(head, PackedLinear) else model.state_dict()["lm_head.weight"]
-    return weight.itemsize
+    """Bytes of one number of its matrices, as they lie in memory; the least, where they differ."""
+    packed = [m.panels for m in model.modules() if isinstance(m, PackedLinear)]
+    return min(weight.itemsize for weight in packed or [model.state_dict()["lm_head.weight"]])
 
 
 def _packed(

@@ -133,7 +133,7 @@ def default_memory(model: GPT, place: Placement, settings: Settings) -> int:
 
 
 def open_store(settings: Settings, loaded: Checkpoint, dtype: str) -> Store | None:
-    """The state folder, if there is to be one. Rows are good for the very same numbers only."""
+    """The state folder, if there is to be one. Rows are good for the same weights and type only."""
     if settings.state_dir is None:
         return None
     return Store(

@@ -86,6 +86,21 @@ class TestLinear:
         assert ((made(x) - expected).abs() <= bound + 1e-5 * expected.abs()).all()
         assert made(x)[0].eq(0).all()
 
+    @pytest.mark.parametrize("n_tokens", [1, 3, 40])
+    def test_sums_of_whole_numbers_do_not_overflow(self, n_tokens: int) -> None:
+        """The largest of all: a thousand products of 32,767 and 127 do not fit 32 bits."""
+        made = PackedLinear(torch.full((16, 1024), 127, dtype=torch.int8), torch.ones(16), None)
+        found = made(torch.full((n_tokens, 1024), 3.7))
+        torch.testing.assert_close(found, torch.full_like(found, 1024 * 127 * 3.7))
+
+    def test_a_scale_is_for_int8(self) -> None:
+        for weight, scale in (
+            (torch.ones(16, 4, dtype=torch.int8), None),
+            (torch.ones(16, 4), torch.ones(16)),
+        ):
+            with pytest.raises(ValueError, match="int8 weights have a scale, and no others"):
+                PackedLinear(weight, scale, None)
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_token_does_not_see_its_neighbours(self, kind: str) -> None:
         """Bit by bit the same alone, and in a batch of any size, NaN among them."""

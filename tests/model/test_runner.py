@@ -304,3 +304,17 @@ def test_bfloat16_rows_stay_near(model: GPT, expected: oracle.Array) -> None:
         for i, score in enumerate(runner.run([work])[0].prompt_scores, start=start):
             worst = max(worst, abs(score.logprob - expected[i, TOKENS[i + 1]]))
     assert 1e-4 < worst < 0.5
+
+
+@pytest.mark.parametrize(("number", "fails"), [(3e38, False), (torch.inf, True), (torch.nan, True)])
+def test_a_sum_too_large_is_no_failure(
+    model: GPT, monkeypatch: pytest.MonkeyPatch, number: float, fails: bool
+) -> None:
+    """Only numbers that are not finite themselves fail a work, and they fail theirs alone."""
+    runner = tiny_runner(model, 9)
+    hidden = torch.ones(4, model.config.d_model)
+    hidden[1, :8] = number
+    monkeypatch.setattr(runner, "hidden", lambda batch: hidden)
+    rows = np.arange(9, dtype=np.int32)
+    work = [Work(np.zeros(2, np.int32), 0, rows[2 * i :][:2], 2) for i in range(2)]
+    assert [draw.failed for draw in runner.run(work)] == [fails, False]

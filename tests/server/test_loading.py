@@ -102,6 +102,11 @@ class TestLoadEngine:
         with pytest.raises(CheckpointError, match="no such model"):
             load_engine(Settings(model=str(tmp_path / "nothing"), device="cpu"))
 
+    @pytest.mark.parametrize("size", [2**50, 2**66])
+    def test_memory_that_no_machine_has(self, size: int) -> None:
+        with pytest.raises(LoadError, match="kv_cache_memory: cpu has not so much"):
+            load_engine(Settings(device="cpu", kv_cache_memory=size))
+
     def test_memory_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def exhausted(*_: object, **__: object) -> None:
             raise RuntimeError("not enough memory")
