@@ -50,7 +50,8 @@
 #define FAR       16                         // and where a head's part of each is copied
 #define QUERIES   256                        // queries of a block of attention
 #define SPINS     2000                       // looks at a phase before a thread lets others run
-#define LARGEST   32767.0f // an input in int16: BLOCK products with int8 fit 32 bits
+#define LARGEST   32767.0f    // an input in int16: BLOCK products with int8 fit 32 bits
+#define SHIFT     12582912.0f // 1.5 * 2^23: added, it leaves a whole number in the low bits
 #define INLINE    static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -196,10 +197,9 @@ INLINE float total(Floats x) {
 
 // e^x, x up to 88, by 2^n and a polynomial of the rest (Cephes, expf); x below -87 counts as -87.
 INLINE float exponential(float x) {
-    const float shift = 12582912.0f; // 1.5 * 2^23: rounds to a whole number in the low bits
     x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.44269504f + shift;
-    float n = shifted - shift;
+    float shifted = x * 1.44269504f + SHIFT;
+    float n = shifted - SHIFT;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -336,7 +336,6 @@ static float int16_step(const float *x, int k) {
 
 // As `interleave`, of pairs, for layers that take them; and each token's step.
 INLINE void interleave_pairs(int type, const float *x, int m, int k, Word *to, float *steps) {
-    const float shift = 12582912.0f; // as in `exponential`
     for (int i = 0; i < m; i++, x += k) {
         uint16_t part[BLOCK];
         float step = type == INT8 ? int16_step(x, k) : 1.0f;
@@ -346,7 +345,7 @@ INLINE void interleave_pairs(int type, const float *x, int m, int k, Word *to, f
             int n = k - from < BLOCK ? k - from : BLOCK;
 #pragma omp simd
             for (int j = 0; j < n; j++)
-                part[j] = type == INT8 ? (uint16_t)as_bits(x[from + j] * rate + shift)
+                part[j] = type == INT8 ? (uint16_t)as_bits(x[from + j] * rate + SHIFT)
                                        : to_bfloat16(x[from + j]);
             for (int j = 0; j < n; j += 2)
                 to[(long)(from + j) / 2 * m + i] = part[j] | (uint32_t)part[j + 1] << 16;
@@ -486,6 +485,12 @@ INLINE void widen(int type, const char *w, int words, Word *to) {
         }
 }
 
+// A tile's words, from an input on.
+INLINE const Word *tile_words(const struct linear *l, struct tiles tiles, int at, int m, int from) {
+    int pair = together(l->type);
+    return tiles.x + (long)at * (l->k / pair) + from / pair * m;
+}
+
 // sums (tokens, WIDE) += x W^T for `n` panels from `panel` on, by a block of inputs.
 static void add_block(const struct linear *l, struct tiles tiles, int from, int panel, int n,
                       float *sums) {
@@ -493,9 +498,10 @@ static void add_block(const struct linear *l, struct tiles tiles, int from, int 
     int pair = together(l->type);
     struct block b = {weights(l, panel, from), panel_bytes(l), block_inputs(l, from) / pair};
     b.next = weights_after(l, panel, n, from);
-    b.pace = (l->type == INT8 ? 32 : 64) / share; // each tile asks for a part of what comes next
+    // What is used up at a time; each tile asks for a part of what comes next.
+    b.pace = words_at_once(l->type) * pair * LANES * SIZES[l->type] / share;
     FOR_TILES(tiles, at, m) {
-        const Word *x = tiles.x + (long)at * (l->k / pair) + from / pair * m;
+        const Word *x = tile_words(l, tiles, at, m, from);
         float *y = sums + (at - first) * WIDE;
         switch (l->type) {
         case FLOAT32: multiply_float32(m, x, b, y, WIDE, n); break;
@@ -524,7 +530,7 @@ static void add_block_to_many(const struct linear *l, struct tiles tiles, int fr
     default: b.panels = w; // already as they are multiplied
     }
     FOR_TILES(tiles, at, m) {
-        const Word *x = tiles.x + (long)at * (l->k / pair) + from / pair * m;
+        const Word *x = tile_words(l, tiles, at, m, from);
         float *y = sums + (at - first) * WIDE;
         for (; line < lines * (tile + 1 - tiles.begin) / n; line++)
             __builtin_prefetch(next + line * 64, 0, 2);
